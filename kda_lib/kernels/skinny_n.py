@@ -1,0 +1,118 @@
+"""Skinny GEMM with few output columns: ``out[M, N] = x[M, K] @ w[N, K].T`` for M up to 16 and long K (F_A/beta).
+
+Work split: a CTA owns ``rows`` weight rows; ``split`` CTAs of one cluster share those rows and divide K. A thread owns
+``steps`` 16-byte vectors of K for all its rows and up to ``tokens`` tokens, so each converted operand is used
+``tokens`` or ``rows`` times. Partial sums meet in the shared memory of the cluster's first CTA.
+
+Bits: the order of additions depends on K, ``split`` and ``steps`` only, never on M or on the other rows.
+With programmatic dependent launch the weights are loaded before the dependency wait and x after it.
+
+Scope: BF16 in, BF16 out, FP32 accumulation, contiguous rows. Not here: bias, scaling, M above 16.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.runtime import make_ptr
+
+from kda_lib.kernels import ptx
+from kda_lib.kernels.config import BF16_BYTES, VECTOR, WARP, SkinnyNConfig
+from kda_lib.kernels.reduce import arrange, butterfly_sum
+from kda_lib.kernels.tile import multiply_tile
+
+
+class SkinnyN:
+    """The kernel for one :class:`SkinnyNConfig`."""
+
+    def __init__(self, config: SkinnyNConfig) -> None:
+        self.config = config
+
+    @staticmethod
+    def trace_arguments() -> list[cute.Pointer]:
+        """Null pointers for x, w and out: all that tracing needs."""
+        return [make_ptr(BFloat16, 0, cute.AddressSpace.gmem, assumed_align=16)] * 3
+
+    @cute.jit
+    def __call__(self, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer):
+        launch = self.config.launch
+        self.kernel(x, w, out).launch(
+            grid=[launch.grid, 1, 1],
+            block=[launch.block, 1, 1],
+            cluster=[launch.cluster, 1, 1],
+            use_pdl=launch.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Pointer, w: cute.Pointer, out: cute.Pointer):
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        rank = block % c.split
+        first_row = block // c.split * c.rows
+        group = thread // c.k_threads
+        k_thread = thread % c.k_threads
+        lane = thread % WARP
+        slots = c.split * c.warps
+        values = c.rows * c.tokens * c.groups * c.passes
+        gathered = cute.arch.alloc_smem(Float32, slots * values, alignment=16).toint()
+        partial = gathered
+
+        k_first = (rank * c.k_threads * c.steps + k_thread) * VECTOR
+        row_flip, arranged = arrange(lane, c.rows)
+        weights = self.load_tile(ptx.load_weights, w, [first_row + (row_flip ^ s) for s in range(c.rows)], k_first)
+        if cutlass.const_expr(c.split > 1):
+            arrived = cute.arch.alloc_smem(Int64, 1).toint()
+            if rank == 0 and thread == 0:
+                ptx.expect_bytes(arrived, slots * values * 4)
+            # Nobody may send before the barrier exists.
+            cute.arch.cluster_arrive_relaxed()
+            partial = ptx.cluster_address(partial, Int32(0))
+            remote_arrived = ptx.cluster_address(arrived, Int32(0))
+        if cutlass.const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(c.split > 1):
+            cute.arch.cluster_wait()
+
+        slot = rank * c.warps + k_thread // WARP
+        for p in cutlass.range(c.passes, unroll=1):
+            share = p * c.groups + group
+            # A group past M repeats the last token; its sums are not stored.
+            tokens = [cutlass.min(share * c.tokens + s, c.m - 1) for s in range(c.tokens)]
+            inputs = self.load_tile(ptx.load_inputs, x, tokens, k_first)
+            mine, first, replicas = butterfly_sum(multiply_tile(c.fma, weights, inputs), lane, arranged=arranged)
+            address = partial + (slot * values + share * (c.rows * c.tokens) + first) * 4
+            if (lane & replicas) == 0:
+                for i in cutlass.range_constexpr(len(mine)):
+                    if cutlass.const_expr(c.split > 1):
+                        ptx.store_async(address + i * 4, mine[i], remote_arrived)
+                    else:
+                        ptx.store_shared(address + i * 4, mine[i])
+        if cutlass.const_expr(c.split == 1):
+            cute.arch.sync_threads()
+
+        if rank == 0:
+            if cutlass.const_expr(c.split > 1):
+                ptx.wait_bytes(arrived)
+            for value in cutlass.range(thread, c.rows * c.m, c.launch.block, unroll=1):
+                token = value // c.rows
+                row = value % c.rows
+                place = (token // c.tokens * c.rows + row) * c.tokens + token % c.tokens
+                total = ptx.load_shared(gathered + place * 4)
+                for s in cutlass.range_constexpr(1, slots):
+                    total = total + ptx.load_shared(gathered + (s * values + place) * 4)
+                ptx.store_bf16(out.toint() + Int64((token * c.n + first_row + row) * BF16_BYTES), total)
+
+    def load_tile(self, load, matrix: cute.Pointer, rows: list[Int32], k_first: Int32) -> list[list[tuple]]:
+        """This thread's vectors of some rows of ``x`` or ``w``: ``[step][row]``, four registers each."""
+        c = self.config
+        base = matrix.toint()
+        starts = [base + Int64(row) * (c.k * BF16_BYTES) + Int64(k_first) * BF16_BYTES for row in rows]
+        stride = c.k_threads * (VECTOR * BF16_BYTES)
+        return [[load(start + Int64(step * stride)) for start in starts] for step in range(c.steps)]
+
+
+# The name that profilers and PTX show.
+SkinnyN.kernel.set_name_prefix("kda_skinny_n", remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -1,0 +1,1 @@
+"""What the notebooks and reports use; `kda_lib` itself never imports it."""

@@ -1,0 +1,286 @@
+"""The command line behind Make: `python -m kda_lib.lab --help`.
+
+Exit codes: 0 all well, 1 something failed or is stale, 2 unknown name or wrong usage, 3 the device does not fit the
+profile, 130 interrupted. (Make turns every failure into its own 2.)
+"""
+
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from kda_lib.lab import nbtools, report
+from kda_lib.lab.device import (
+    WrongDevice,
+    current_device,
+    default_profile,
+    resolve_mode,
+)
+from kda_lib.lab.profile import Profile, UnknownProfile, load_profile, profile_names
+from kda_lib.lab.provenance import repo_root
+from kda_lib.lab.records import ResultReadError
+
+FAILED, USAGE, WRONG_DEVICE, INTERRUPTED = 1, 2, 3, 130
+
+LOG_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe."""
+
+console = Console() if Console().is_terminal else Console(width=LOG_WIDTH)
+
+
+class _Commands(TyperGroup):
+    """Turns the errors a user can cause into one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _exit_codes():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    try:
+        yield
+    except (UnknownProfile, nbtools.UnknownNotebook) as error:
+        _fail(str(error), USAGE)
+    except WrongDevice as error:
+        _fail(str(error), WRONG_DEVICE)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        _fail(f"{place}{error.strerror or error}", FAILED)
+    except KeyboardInterrupt:
+        _fail("interrupted", INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"error: {message} (exit {code})", err=True)
+    raise typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Gpu = Annotated[
+    str | None,
+    typer.Option("--gpu", help="Profile name; the device that is there decides, else cpu."),
+]
+Notebooks = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Notebook files; all of notebooks/ if none is given."),
+]
+
+
+def _profile(name: str | None) -> Profile:
+    return load_profile(name) if name else default_profile(current_device())
+
+
+def _notebook_files(paths: list[Path] | None) -> list[Path]:
+    return paths or nbtools.source_notebooks(repo_root() / "notebooks")
+
+
+@app.command()
+def reproduce(
+    gpu: Gpu = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Run this notebook alone (01 or its name); repeatable."),
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one notebook may take.")] = nbtools.TIME_LIMIT_S,
+) -> None:
+    """Run the notebooks for a profile and regenerate its reports and the index. Exit 3: the device is another GPU."""
+    from kda_lib.lab import runner
+    from kda_lib.lab.progress import Progress, print_summary
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    root = repo_root()
+    profile = _profile(gpu)
+    device = current_device()
+    mode = resolve_mode(profile, device)
+    notebooks = nbtools.select(root, only or ())
+    where = f"on {device.name}" if device and mode == "full" else f"for {profile.target}; nothing runs on a GPU"
+    console.print(f"{profile.name}: {mode}, {where}", highlight=False)
+    used = device if mode == "full" else None
+    if not only:
+        _refresh_matrix(root)
+    try:
+        with runner.exclusive(root, profile.name), Progress(console) as progress:
+            outcomes = runner.run_notebooks(notebooks, root, profile.name, progress, device=used, limit_s=limit)
+    except runner.AlreadyRunning as error:
+        _fail(str(error), FAILED)
+    print_summary(outcomes, console)
+    console.print("index: reports/index.html", highlight=False)
+    if any(outcome.failure for outcome in outcomes):
+        raise typer.Exit(FAILED)
+
+
+def _refresh_matrix(root: Path) -> None:
+    from kda_lib.cache import ArtifactCache
+    from kda_lib.lab import matrix
+
+    output = root / "reports" / "cpu" / "results" / f"{matrix.NAME}.json"
+    result = matrix.run_matrix(output, cache=ArtifactCache.default())
+    outcomes = Counter(row["outcome"] for row in result.rows)
+    spent = (result.ended - result.started).total_seconds()
+    words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    console.print(f"compile matrix: {len(result.rows)} kernels in {spent:.0f} s: {words}", highlight=False)
+
+
+@app.command()
+def compile_matrix() -> None:
+    """Compile every kernel for every target and M, and record the outcomes; exit 1 if a claim fails."""
+    from kda_lib.lab import matrix
+    from kda_lib.lab.records import read_result
+
+    root = repo_root()
+    _refresh_matrix(root)
+    result = read_result(root / "reports" / "cpu" / "results" / f"{matrix.NAME}.json")
+    for claim in result.claims:
+        print(f"{'holds' if claim.holds else 'FAILS'} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip())
+    if result.status != "ok":
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def dsl_matrix() -> None:
+    """Compile the repro under several DSL releases, each in a throw-away environment, and record what each said."""
+    from kda_lib.lab.dsl_matrix import run_dsl_matrix
+
+    output = repo_root() / "reports" / "cpu" / "results" / "dsl_matrix.json"
+    for row in run_dsl_matrix(output).rows:
+        print(f"{row['dsl']:8}{row['target']:9}{row['fma']:16}{row['outcome']}")
+
+
+@app.command()
+def check_fresh(
+    gpu: Annotated[list[str] | None, typer.Option(help="Profile that must be fresh; repeatable.")] = None,
+) -> None:
+    """Compare the reports with the repository; exit 1 unless the chosen profiles (default: the device's) are fresh."""
+    root = repo_root()
+    chosen = [_profile(name).name for name in gpu or (None,)]
+    others = [name for name in report.reported_profiles(root) if name not in chosen]
+    entries = {name: report.entries(root, name) for name in chosen + others}
+    recorded = [name for name in others if any(entry.result and entry.result.gpu for entry in entries[name])]
+    compiled = [name for name in others if name not in recorded]
+    behind = False
+    for heading, names in (
+        ("checked", chosen),
+        (
+            "other profiles (not checked; make reproduce GPU=<name> refreshes them here)",
+            compiled,
+        ),
+        (
+            "recorded on other hardware (not checked; only such a device can refresh them)",
+            recorded,
+        ),
+    ):
+        if names:
+            print(f"{heading}:")
+        for entry in (entry for name in names for entry in entries[name]):
+            reasons = f": {'; '.join(entry.why)}" if entry.why else ""
+            print(f"  {entry.profile:<10} {entry.notebook:<28} {entry.state}{reasons}")
+            behind = behind or (entry.profile in chosen and entry.state != "fresh")
+    if not (root / "reports" / "index.html").is_file():
+        print("  reports/index.html is missing")
+        behind = True
+    if behind:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def verify_claims() -> None:
+    """Print every claim of every result file; exit 1 if a required one does not hold or a file is not valid."""
+    root = repo_root()
+    broken = False
+    files = sorted((root / "reports").glob("*/results/*.json"))
+    for path in files:
+        profile = path.parent.parent.name
+        print(f"{profile} {path.stem}")
+        try:
+            result = report.load_result(path, path.stem, profile)
+        except ResultReadError as error:
+            print(f"  INVALID {str(error).replace(f'{root}/', '')}")
+            broken = True
+            continue
+        for claim in result.claims:
+            verdict = "holds" if claim.holds else "FAILS" if claim.required else "fails (not required)"
+            bound = "" if claim.bound is None else f", bound {claim.bound}"
+            print(f"  {verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip() + bound)
+            broken = broken or (claim.required and not claim.holds)
+    if not files:
+        _fail("no result file under reports/: run `make reproduce` first", FAILED)
+    if broken:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def index() -> None:
+    """Write reports/index.html anew from the result files."""
+    root = repo_root()
+    print(report.write_index(root).relative_to(root).as_posix())
+
+
+@app.command()
+def strip(notebooks: Notebooks = None) -> None:
+    """Bring notebooks into their stored form: no outputs but those that nbval checks."""
+    for path in _notebook_files(notebooks):
+        print(f"{path.name}: {'stripped' if nbtools.strip(path) else 'unchanged'}")
+
+
+@app.command()
+def retake(notebooks: Notebooks = None) -> None:
+    """Run notebooks as they are and store the outputs that nbval checks."""
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+    for path in _notebook_files(notebooks):
+        try:
+            changed = nbtools.retake(path)
+        except CellExecutionError as error:
+            _fail(f"{path.name}: {error.ename}: {error.evalue}".splitlines()[0], FAILED)
+        except (DeadKernelError, ValueError) as error:
+            _fail(f"{path.name}: {error}", FAILED)
+        print(f"{path.name}: {'outputs changed' if changed else 'unchanged'}")
+
+
+@app.command()
+def check_notebooks(notebooks: Notebooks = None) -> None:
+    """Check the structure of notebooks; exit 1 and one line for each fault."""
+    faults = [f"{path.name}: {fault}" for path in _notebook_files(notebooks) for fault in nbtools.check(path)]
+    for fault in faults:
+        print(fault)
+    if faults:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def profiles() -> None:
+    """List the profiles, with a mark at the one that fits this machine."""
+    here = default_profile(current_device()).name
+    for name in profile_names():
+        profile = load_profile(name)
+        print(f"{'*' if name == here else ' '} {name:<10} {profile.target:<8} {profile.title}")
+
+
+@app.command()
+def clean() -> None:
+    """Remove what runs leave beside the reports: executed and failed copies, and logs."""
+    for folder in (repo_root() / "reports").glob("*/"):
+        for name in ("executed", "failed", "logs"):
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+
+
+if __name__ == "__main__":
+    app()

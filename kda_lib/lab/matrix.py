@@ -1,0 +1,351 @@
+"""The compile matrix: every kernel, FMA form, target and M, compiled, and its SASS read, on all cores.
+
+A row says whether the compiler took the kernel and, where it did, what it made of it. `sass` counts the opcodes from
+the first FMA to the last; `cvt_per_fma` counts the conversions of the whole kernel: some lie above the first FMA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from kda_lib.arch import TARGETS, Arch
+from kda_lib.cache import ArtifactCache
+from kda_lib.compile import Artifact, KernelConfig, compile_isolated, compile_kernel, kernel_name, source_sha256
+from kda_lib.errors import CompileError, CompilerCrashed, UnknownTarget, UnsupportedInstruction
+from kda_lib.kernels.config import skinny_k_config, skinny_n_config
+from kda_lib.kernels.fma import FmaForm, portable_form, supports
+from kda_lib.lab import provenance, records, sass
+from kda_lib.lab.profile import CPU
+from kda_lib.shapes import MAX_TOKENS, KdaShapes
+
+Row = dict[str, Any]
+Compiler = Callable[..., Artifact]
+
+NAME = "compile_matrix"
+KERNELS: dict[str, Callable[..., KernelConfig]] = {"skinny_n": skinny_n_config, "skinny_k": skinny_k_config}
+FORMS = tuple(FmaForm)
+M_VALUES = range(1, MAX_TOKENS + 1)
+SHAPES = KdaShapes(tp=8)
+
+#: Exception -> how a row calls it; the first that fits counts.
+OUTCOMES: dict[type[CompileError], str] = {
+    UnsupportedInstruction: "instruction rejected",
+    UnknownTarget: "target unknown",
+    CompilerCrashed: "crashed",
+    CompileError: "failed",
+}
+OK = "ok"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile for one target."""
+
+    config: KernelConfig
+    arch: Arch
+
+
+#: Kernels of one target that one process compiles and disassembles together.
+Unit = tuple[Job, ...]
+
+
+def plan(
+    kernels: Sequence[str], targets: Sequence[str], m_values: Sequence[int], forms: Sequence[FmaForm]
+) -> list[Unit]:
+    """What is to be compiled, as units. The cvt form is left out where the target has no ``cvt.f32.bf16``.
+
+    Raises:
+        TypeError, ValueError: an unknown kernel or target, or an M that no kernel takes; nothing was compiled.
+    """
+    if unknown := [name for name in kernels if name not in KERNELS]:
+        raise ValueError(f"kernels: expected some of {', '.join(KERNELS)}, got {', '.join(unknown)}")
+    units = []
+    for kernel, form, target in product(kernels, forms, targets):
+        arch = Arch.parse(target)
+        if form is not FmaForm.CVT or supports(arch, form):
+            units.append(tuple(Job(KERNELS[kernel](arch, m, SHAPES, form=form), arch) for m in m_values))
+    return units
+
+
+def compile_matrix(
+    *,
+    kernels: Sequence[str] = tuple(KERNELS),
+    targets: Sequence[str] = TARGETS,
+    m_values: Sequence[int] = M_VALUES,
+    forms: Sequence[FmaForm] = FORMS,
+    workers: int | None = None,
+    cache: ArtifactCache | None = None,
+    progress: bool = True,
+) -> list[Row]:
+    """Compile everything asked for, TP8 shapes, and give one row a kernel, in the order of the arguments.
+
+    Args:
+        workers: processes; the CPUs that this process may use by default.
+        progress: a bar on a terminal, plain lines elsewhere, on standard error.
+
+    Raises:
+        TypeError, ValueError: bad arguments; nothing was compiled.
+        sass.DisassemblerMissing: the package nvidia-cuda-nvdisasm is not installed.
+    """
+    units = plan(kernels, targets, m_values, forms)
+    sass.find_nvdisasm()
+    workers = workers or len(os.sched_getaffinity(0))
+    rows: dict[Unit, list[Row]] = {}
+    waiting = list(reversed(units))
+    with _reporter(sum(map(len, units)), progress) as report:
+        while waiting:
+            suspects: list[Unit] = []
+            with _pool(workers) as pool:
+                for unit, result in _drain(pool, waiting, workers, cache):
+                    if result is None:
+                        suspects.append(unit)
+                    else:
+                        rows[unit] = result
+                        report(len(unit))
+            for unit in suspects:
+                rows[unit] = _run(unit, compile_isolated, cache)
+                report(len(unit))
+    return [row for unit in units for row in rows[unit]]
+
+
+def run_matrix(output: Path, **selection: Any) -> records.Result:
+    """Run :func:`compile_matrix`, whose arguments `selection` gives, and write its result file.
+
+    Raises:
+        As :func:`compile_matrix`, and records.ResultWriteError: the file system refused; nothing is half-written.
+    """
+    started = datetime.now(UTC)
+    inputs = inputs_sha256()
+    rows = compile_matrix(**selection)
+    claims = matrix_claims(rows)
+    result = records.Result(
+        notebook=NAME,
+        run_id=f"{started:%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}",
+        started=started,
+        ended=datetime.now(UTC),
+        status="ok" if all(claim.holds for claim in claims) else "failed",
+        mode="compile-only",
+        inputs_sha256=inputs,
+        git=records.Git(**provenance.git_state()),
+        parameters={"profile": CPU, "tp": SHAPES.tp},
+        environment=provenance.environment(),
+        gpu=None,
+        seeds={},
+        claims=claims,
+        rows=rows,
+    )
+    records.write_result(result, output)
+    return result
+
+
+def inputs_sha256() -> dict[str, str]:
+    """Hashes of what decides the matrix. It has no notebook: this module and `sass` stand in its place."""
+    sources = b"\0".join(Path(str(file)).read_bytes() for file in (__file__, sass.__file__))
+    profile = provenance.repo_root() / "kda_lib" / "lab" / "profiles" / f"{CPU}.yaml"
+    return {
+        "notebook": hashlib.sha256(sources).hexdigest(),
+        "kda_lib": source_sha256(),
+        "profile": hashlib.sha256(profile.read_bytes()).hexdigest(),
+        "lock": str(provenance.environment()["lock"]),
+    }
+
+
+def matrix_claims(rows: Sequence[Row]) -> list[records.Claim]:
+    """What the rows show; a claim about rows that are not there is left out."""
+    ok = [row for row in rows if row["outcome"] == OK]
+    native = [row for row in rows if row["fma"] == FmaForm.NATIVE]
+    has = [row for row in native if supports(Arch.parse(row["target"]), FmaForm.NATIVE)]
+    lacks = [row for row in native if row not in has]
+    portable = [row for row in rows if row["fma"] == portable_form(Arch.parse(row["target"]))]
+    named = {"outcome": OUTCOMES[UnsupportedInstruction], "instruction": "fma.rn.f32.bf16", "lowest_target": "sm_100"}
+    unexplained = [row for row in rows if row["outcome"] in ("crashed", "failed")]
+    costs = {(row["kernel"], row["target"], row["M"], row["fma"]): row["cvt_per_fma"] for row in ok}
+    forms = [
+        (costs[key], costs[(*key[:3], FmaForm.CVT)])
+        for key in costs
+        if key[3] == FmaForm.SHIFT and (*key[:3], FmaForm.CVT) in costs
+    ]
+    facts: list[tuple[str, str, str, Sequence[Any], float]] = [
+        ("native-accepted", f"native compiles on {_targets(has)}", "kernels that do not", has, _not_ok(has)),
+        ("native-rejected", f"native is rejected on {_targets(lacks)}, naming the instruction and where it begins",
+         "kernels that are not", lacks, sum(any(row.get(k) != v for k, v in named.items()) for row in lacks)),
+        ("portable-accepted", f"portable compiles on {_targets(portable)}", "kernels that do not", portable,
+         _not_ok(portable)),
+        ("no-crash", "no compile crashed or failed for another reason", "kernels", rows, len(unexplained)),
+        ("no-spills", "no kernel spills registers", "bytes at most", ok, max((r["spills"] for r in ok), default=0)),
+        ("no-stack", "no kernel has a stack frame", "bytes at most", ok,
+         max((row["stack_bytes"] for row in ok), default=0)),
+        ("native-no-conversion", "native converts no operand", "conversions per FMA at most", has,
+         max((row["cvt_per_fma"] for row in has if row["outcome"] == OK), default=0.0)),
+        ("shift-not-dearer", "bit moves never take more SASS conversions per FMA than cvt.f32.bf16",
+         "more at most", forms, max((max(0.0, shift - cvt) for shift, cvt in forms), default=0.0)),
+    ]  # fmt: skip
+    return [
+        records.Claim(id=name, statement=statement, value=value, unit=unit, bound="== 0", holds=value == 0)
+        for name, statement, unit, about, value in facts
+        if about
+    ]
+
+
+def _targets(rows: Sequence[Row]) -> str:
+    return ", ".join(dict.fromkeys(row["target"] for row in rows))
+
+
+def _not_ok(rows: Sequence[Row]) -> int:
+    return sum(row["outcome"] != OK for row in rows)
+
+
+def _drain(
+    pool: ProcessPoolExecutor, waiting: list[Unit], workers: int, cache: ArtifactCache | None
+) -> Iterator[tuple[Unit, list[Row] | None]]:
+    """Take units from the end of `waiting` and give each with its rows, until none is left or a process has died.
+
+    Units that were under way when a process died come with None. There are at most `workers` of them, since no more
+    are handed out at a time.
+    """
+    running: dict[Future[list[Row]], Unit] = {}
+    while waiting or running:
+        try:
+            while waiting and len(running) < workers:
+                running[pool.submit(_run, waiting[-1], compile_kernel, cache)] = waiting[-1]
+                waiting.pop()
+        except BrokenProcessPool:
+            if not running:
+                return
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        died = {future for future in done if isinstance(future.exception(), BrokenProcessPool)}
+        for future in done - died:
+            yield running.pop(future), future.result()
+        if died:
+            yield from ((unit, None) for unit in running.values())
+            return
+
+
+def _run(unit: Unit, compiler: Compiler, cache: ArtifactCache | None) -> list[Row]:
+    """Compile and disassemble the kernels of a unit, one row each."""
+    compiled = [_attempt(job, compiler, cache) for job in unit]
+    artifacts = [result for result, _ in compiled if isinstance(result, Artifact)]
+    listings = iter(sass.disassemble_all([artifact.cubin for artifact in artifacts], unit[0].arch))
+    return [_row(job, result, seconds, listings) for job, (result, seconds) in zip(unit, compiled, strict=True)]
+
+
+def _attempt(job: Job, compiler: Compiler, cache: ArtifactCache | None) -> tuple[Artifact | CompileError, float]:
+    """The kernel or why there is none, and the seconds that it took to know."""
+    started = time.perf_counter()
+    try:
+        artifact = compiler(job.config, job.arch, cache=cache)
+    except CompileError as error:
+        return error, time.perf_counter() - started
+    return artifact, artifact.seconds
+
+
+def _row(job: Job, result: Artifact | CompileError, seconds: float, listings: Iterator[list[sass.Instruction]]) -> Row:
+    row: Row = {
+        "kernel": kernel_name(job.config),
+        "fma": str(job.config.fma),
+        "target": job.arch.target,
+        "M": job.config.m,
+        "outcome": OK,
+        "seconds": round(seconds, 3),
+    }
+    if isinstance(result, CompileError):
+        return row | _refusal(result)
+    instructions = next(listings)
+    resources, mix = sass.read_resources(result.cubin), sass.instruction_mix(instructions)
+    return row | {
+        "registers": resources.registers,
+        "spills": sass.spills(instructions).store_bytes,
+        "stack_bytes": resources.stack_bytes,
+        "smem_bytes": resources.smem_bytes,
+        "code_bytes": resources.code_bytes,
+        "sass": mix.region,
+        "cvt_per_fma": mix.conversions_per_fma,
+        "cubin_sha256": result.cubin_sha256,
+    }
+
+
+def _refusal(error: CompileError) -> Row:
+    outcome = next(name for kind, name in OUTCOMES.items() if isinstance(error, kind))
+    if isinstance(error, UnsupportedInstruction):
+        return {
+            "outcome": outcome,
+            "instruction": error.instruction,
+            "lowest_target": error.lowest_target,
+            "places": error.uses,
+        }
+    first_line = (str(error).splitlines() or [""])[0].replace(f"{provenance.repo_root()}/", "")
+    return {"outcome": outcome, "error": type(error).__name__, "detail": first_line}
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that have ended when the block is left, at once if an exception (Ctrl-C too) leaves it."""
+    others = set(multiprocessing.active_children())
+    # Not fork: the process that calls this may have threads, as every notebook kernel has.
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="kda_lib-") as folder:
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(folder,))
+        completed = False
+        try:
+            yield pool
+            completed = True
+        finally:
+            if not completed:
+                for process in set(multiprocessing.active_children()) - others:
+                    process.terminate()
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(folder: str) -> None:
+    """Settle how this process ends: with its parent, which alone sees to Ctrl-C and to temporary files."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tempfile.tempdir = folder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def _reporter(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Call what this gives with the number of kernels just done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if shown and console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as bar:
+            yield partial(bar.advance, bar.add_task("compile matrix", total=total))
+        return
+    started, done = time.monotonic(), 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        tenth = 10 * done // total > 10 * (done - count) // total
+        if shown and tenth:
+            print(f"compile matrix: {done}/{total} kernels, {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+    yield report

@@ -1,0 +1,139 @@
+"""Where a result comes from: hashes of its inputs, the git state, the versions of what produced it.
+
+Nothing here holds a host name or an absolute path, so that result files are the same wherever they are made.
+"""
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import TypedDict
+
+from kda_lib.lab.device import current_device
+
+PRESENTATION = tuple(f"kda_lib/lab/{name}.py" for name in ("__main__", "nbtools", "progress", "report", "runner"))
+"""Files that present or start results and do not make them; a change to one does not make a result stale."""
+
+SCRIPTS = {
+    "compile_matrix": ("kda_lib/lab/matrix.py", "kda_lib/lab/sass.py"),
+    "dsl_matrix": ("kda_lib/lab/dsl_matrix.py", "kda_lib/lab/dsl_worker.py", "kda_lib/lab/data/repro_fma.py"),
+}
+"""Results that a command makes and no notebook: their files stand in the notebook's place among the inputs."""
+
+LOCKS = ("requirements/lock-cpu.txt", "requirements/lock-cuda.txt")
+
+PACKAGES = {
+    "torch": ("torch",),
+    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+    "nvidia-cutlass-dsl": ("nvidia-cutlass-dsl",),
+    "flashinfer": ("flashinfer-python",),
+}
+"""Key of `environment()` -> distributions that may provide it, the first one installed counts."""
+
+
+class GitState(TypedDict):
+    """`commit` is the full hash of HEAD; both are None outside a git checkout or before its first commit."""
+
+    commit: str | None
+    dirty: bool | None
+
+
+def repo_root() -> Path:
+    """The repository root: the folder with pyproject.toml and notebooks/ above this package, else at or above the cwd.
+
+    Raises:
+        FileNotFoundError: neither place is inside the repository.
+    """
+    places = [*Path(__file__).resolve().parents, Path.cwd(), *Path.cwd().parents]
+    for folder in places:
+        if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
+            return folder
+    raise FileNotFoundError("no folder with pyproject.toml and notebooks/ found; run from inside the repository")
+
+
+def inputs_sha256(notebook: Path, profile: str, root: Path | None = None) -> dict[str, str]:
+    """Hashes of everything that decides a notebook's result, by kind: notebook, kda_lib, profile, lock.
+
+    The notebook counts by its cell types and sources, so outputs, metadata and execution counts do not matter. For a
+    name in `SCRIPTS` there is no notebook file, and of `kda_lib` only the library counts, not the lab.
+
+    Raises:
+        FileNotFoundError: one of the inputs does not exist.
+    """
+    root = root or repo_root()
+    sources = sorted(path.relative_to(root).as_posix() for path in (root / "kda_lib").rglob("*.py"))
+    script = SCRIPTS.get(notebook.stem)
+    if script:
+        sources = [name for name in sources if not name.startswith("kda_lib/lab/")]
+    return {
+        "notebook": _files_sha256(root, script) if script else _notebook_sha256(notebook),
+        "kda_lib": _files_sha256(root, (name for name in sources if name not in PRESENTATION)),
+        "profile": _files_sha256(root, [f"kda_lib/lab/profiles/{profile}.yaml"]),
+        "lock": _lock_sha256(root),
+    }
+
+
+def git_state(root: Path | None = None) -> GitState:
+    """Commit and dirty flag of the repository; changes under reports/ do not count as dirty, since results go there."""
+    root = root or repo_root()
+    commit = _git(root, "rev-parse", "HEAD")
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if commit is None or top is None or Path(top.strip()).resolve() != root.resolve():
+        return {"commit": None, "dirty": None}
+    changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)reports")
+    return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes.strip())}
+
+
+def environment() -> dict[str, str | None]:
+    """Versions of python, torch, the CUDA runtime, driver, DSL and FlashInfer (None where absent), and the lock's hash.
+
+    Versions are read from package metadata; nothing heavy is imported.
+    """
+    device = current_device()
+    return {
+        "python": platform.python_version(),
+        **{key: _first_version(names) for key, names in PACKAGES.items()},
+        "driver": device.driver if device else None,
+        "lock": _lock_sha256(repo_root()),
+    }
+
+
+def _notebook_sha256(notebook: Path) -> str:
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    # nbformat allows a source as one string or as a list of lines; both must hash alike.
+    content = [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _files_sha256(root: Path, names: Iterable[str]) -> str:
+    """One hash over names and contents, each length-prefixed so that no two sets of files can collide."""
+    digest = hashlib.sha256()
+    for name in names:
+        content = (root / name).read_bytes()
+        digest.update(f"{len(name)}:{name}:{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _lock_sha256(root: Path) -> str:
+    return _files_sha256(root, LOCKS)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+
+
+def _first_version(distributions: tuple[str, ...]) -> str | None:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
