@@ -21,20 +21,29 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
+
+from typing_extensions import TypeVar
 
 from kda_lib.arch import Arch
 from kda_lib.cache import ArtifactCache
 from kda_lib.diagnosis import compiler_errors, explain_failure, gpu_arch, read_dump, trace_ptx
 from kda_lib.errors import CompilerCrashed
 from kda_lib.kernels.config import Launch, SkinnyKConfig, SkinnyNConfig
+from kda_lib.kernels.lab_config import ReadBulkConfig, ReadLoadsConfig, StampConfig
 
+#: The GEMMs, and all kernels.
 KernelConfig = SkinnyNConfig | SkinnyKConfig
+AnyConfig = KernelConfig | ReadLoadsConfig | ReadBulkConfig | StampConfig
+C = TypeVar("C", bound=AnyConfig, default=KernelConfig)
 
 #: Kernel name -> configuration class and where the device code is.
 KERNELS: Mapping[str, tuple[type, str, str]] = {
     "skinny_n": (SkinnyNConfig, "kda_lib.kernels.skinny_n", "SkinnyN"),
     "skinny_k": (SkinnyKConfig, "kda_lib.kernels.skinny_k", "SkinnyK"),
+    "read_loads": (ReadLoadsConfig, "kda_lib.kernels.read_floor", "ReadLoads"),
+    "read_bulk": (ReadBulkConfig, "kda_lib.kernels.read_floor", "ReadBulk"),
+    "stamp": (StampConfig, "kda_lib.kernels.stamp", "Stamp"),
 }
 
 #: Tracing mutates state that all compiles of a process share, so one runs at a time.
@@ -42,7 +51,7 @@ _compiler = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Artifact:
+class Artifact(Generic[C]):
     """A compiled kernel.
 
     entry: name of the kernel inside ``ptx`` and ``cubin``. seconds: what the compile took when it was made.
@@ -50,7 +59,7 @@ class Artifact:
     """
 
     kernel: str
-    config: KernelConfig
+    config: C
     target: str
     entry: str
     ptx: str
@@ -67,7 +76,7 @@ class Artifact:
         return hashlib.sha256(self.cubin).hexdigest()
 
 
-def kernel_name(config: KernelConfig) -> str:
+def kernel_name(config: AnyConfig) -> str:
     """The name of the kernel that this configuration is for.
 
     Raises:
@@ -100,7 +109,7 @@ def source_sha256() -> str:
     return digest.hexdigest()
 
 
-def cache_key(config: KernelConfig, arch: Arch) -> dict[str, Any]:
+def cache_key(config: AnyConfig, arch: Arch) -> dict[str, Any]:
     """Everything that the compiled code depends on, as strict JSON."""
     return {
         "kernel": kernel_name(config),
@@ -111,7 +120,7 @@ def cache_key(config: KernelConfig, arch: Arch) -> dict[str, Any]:
     }
 
 
-def compile_kernel(config: KernelConfig, target: str | Arch, *, cache: ArtifactCache | None = None) -> Artifact:
+def compile_kernel(config: C, target: str | Arch, *, cache: ArtifactCache | None = None) -> Artifact[C]:
     """Compile one kernel for one target.
 
     Args:
@@ -139,8 +148,8 @@ def compile_kernel(config: KernelConfig, target: str | Arch, *, cache: ArtifactC
 
 
 def compile_isolated(
-    config: KernelConfig, target: str | Arch, *, timeout: float = 120.0, cache: ArtifactCache | None = None
-) -> Artifact:
+    config: C, target: str | Arch, *, timeout: float = 120.0, cache: ArtifactCache | None = None
+) -> Artifact[C]:
     """As :func:`compile_kernel`, in a process of its own, which the compiler may crash or hang.
 
     Args:
@@ -170,13 +179,14 @@ def compile_isolated(
             target=arch.target,
             log=done.stderr.decode(errors="replace"),
         )
-    outcome: Artifact | Exception = pickle.loads(done.stdout)  # written by the worker just above, not by anybody else
+    # Written by the worker just above, not by anybody else.
+    outcome: Artifact[C] | Exception = pickle.loads(done.stdout)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-def _compile_now(name: str, config: KernelConfig, arch: Arch) -> tuple[str, bytes, float]:
+def _compile_now(name: str, config: AnyConfig, arch: Arch) -> tuple[str, bytes, float]:
     """PTX, cubin and seconds (loading the DSL not counted), or the exception that explains the failure."""
     import cutlass.cute as cute
     from cutlass.base_dsl.compiler import DumpDir

@@ -8,6 +8,9 @@ from typing import Any
 from kda_lib.compile import Artifact
 from kda_lib.errors import KdaError
 
+#: A kernel asks for more shared memory by attribute (CUDA C++ Programming Guide, compute capability 7.x, "Shared Memory").
+DEFAULT_SHARED_BYTES = 48 * 1024
+
 
 class CudaError(KdaError):
     """A CUDA driver call failed; the message names the call and the driver's error."""
@@ -32,7 +35,7 @@ class LoadedKernel:
         artifact: compiled for the device that will run it.
     """
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: Artifact[Any]) -> None:
         from cuda.bindings import driver
 
         self.artifact = artifact
@@ -45,6 +48,8 @@ class LoadedKernel:
         )
         self._function = driver.CUfunction(int(self._kernel))
         self._config = _launch_config(artifact)
+        self._large_shared = artifact.launch.smem > DEFAULT_SHARED_BYTES
+        self._allowed_on: set[int] = set()
         self._launch = driver.cuLaunchKernelEx
         self._stream_type = driver.CUstream
 
@@ -61,10 +66,23 @@ class LoadedKernel:
         first = ctypes.addressof(values)
         arguments = (ctypes.c_void_p * len(pointers))(*(first + 8 * i for i in range(len(pointers))))
         self._config.hStream = self._stream_type(stream)
+        if self._large_shared:
+            self._allow_large_shared()
         check("cuLaunchKernelEx", self._launch(self._config, self._function, ctypes.addressof(arguments), 0))
 
+    def _allow_large_shared(self) -> None:
+        """Ask for more dynamic shared memory than the default, once for each device."""
+        from cuda.bindings import driver
 
-def _launch_config(artifact: Artifact) -> Any:
+        device = check("cuCtxGetDevice", driver.cuCtxGetDevice())
+        if int(device) not in self._allowed_on:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            result = driver.cuKernelSetAttribute(attribute, self.artifact.launch.smem, self._kernel, device)
+            check("cuKernelSetAttribute", result)
+            self._allowed_on.add(int(device))
+
+
+def _launch_config(artifact: Artifact[Any]) -> Any:
     from cuda.bindings import driver
 
     launch = artifact.launch
@@ -83,6 +101,6 @@ def _launch_config(artifact: Artifact) -> Any:
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
-    config.sharedMemBytes = 0
+    config.sharedMemBytes = launch.smem
     config.attrs, config.numAttrs = attributes, len(attributes)
     return config

@@ -217,12 +217,17 @@ def _model(x: Bits, w: Bits, split: int, steps: int, k_threads: int, width: int)
         sums = np.zeros(weights.shape[1:], np.float32)
         for a, b in zip(weights, inputs[:, token], strict=True):
             sums = _fma(a, b, sums)
-        slots = _butterfly(sums.reshape(len(w), -1, width))
-        total = slots[:, 0]
-        for slot in range(1, slots.shape[1]):
-            total = total + slots[:, slot]
-        out[token] = f32_to_bf16(total)
+        warps = _butterfly(sums.reshape(len(w), split, -1, width))
+        out[token] = f32_to_bf16(_in_order(_in_order(warps)))
     return out
+
+
+def _in_order(values: Float32s) -> Float32s:
+    """Sum over the last axis, first to last."""
+    total = values[..., 0]
+    for i in range(1, values.shape[-1]):
+        total = total + values[..., i]
+    return total
 
 
 def _butterfly(lanes: Float32s) -> Float32s:

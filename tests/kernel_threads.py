@@ -6,6 +6,7 @@ butterfly that hands halves over, the shared-memory layout, which thread stores 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -59,7 +60,7 @@ def arrange(count: int, width: int) -> tuple[np.ndarray, int]:
     """``kernels.reduce.arrange`` for all lanes of a warp."""
     if count & (count - 1):
         return np.zeros(WARP, int), 0
-    levels = min(count, width // 8).bit_length() - 1
+    levels = max(1, min(count, width // 8)).bit_length() - 1
     return np.arange(WARP) % width // (width >> levels) * (count >> levels), levels
 
 
@@ -72,10 +73,11 @@ def store(memory: np.ndarray, written: np.ndarray, place: tuple[int, ...], value
 def skinny_n(c: SkinnyNConfig, x: ref.Bits, w: ref.Bits) -> ref.Bits:
     """``kernels.skinny_n``; raises ``AssertionError`` if an output or partial sum is stored twice or not at all."""
     out, stored = np.zeros((c.m, c.n), np.uint16), np.zeros((c.m, c.n), bool)
-    slots, values = c.split * c.warps, c.rows * c.tokens * c.groups * c.passes
+    values = c.rows * c.tokens * c.groups * c.passes
     flip, arranged = arrange(c.rows, WARP)
     for first_row in range(0, c.n, c.rows):
-        partial, filled = np.zeros(slots * values, np.float32), np.zeros(slots * values, bool)
+        partial = np.zeros((c.split, c.warps, values), np.float32)
+        filled = np.zeros(partial.shape, bool)
         work = itertools.product(range(c.split), range(c.groups), range(c.warps), range(c.passes))
         for rank, group, warp, p in work:
             share = p * c.groups + group
@@ -88,19 +90,17 @@ def skinny_n(c: SkinnyNConfig, x: ref.Bits, w: ref.Bits) -> ref.Bits:
                 for row, token in itertools.product(range(c.rows), range(c.tokens)):
                     i = row * c.tokens + token
                     sums[i] = ref.fma_f32_bf16(w[first_row + (flip ^ row), k], x[tokens[token], k], sums[i])
-            address = (rank * c.warps + warp) * values + share * (c.rows * c.tokens)
+            address = share * (c.rows * c.tokens)
 
             def write(lane: int, i: int, value: np.float32) -> None:
-                store(partial, filled, (address + i,), value)  # noqa: B023 - called before the loop goes on
+                store(partial, filled, (rank, warp, address + i), value)  # noqa: B023 - called before the loop goes on
 
             butterfly_sum(sums, WARP, arranged, write)
         assert filled.all()
         for value in range(c.rows * c.m):
             token, row = value // c.rows, value % c.rows
             place = (token // c.tokens * c.rows + row) * c.tokens + token % c.tokens
-            total = partial[place]
-            for s in range(1, slots):
-                total = total + partial[s * values + place]
+            total = functools.reduce(np.add, (functools.reduce(np.add, cta[:, place]) for cta in partial))
             store(out, stored, (token, first_row + row), ref.f32_to_bf16(np.array(total)))
     assert stored.all()
     return out

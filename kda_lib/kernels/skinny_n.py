@@ -2,7 +2,8 @@
 
 Work split: a CTA owns ``rows`` weight rows; ``split`` CTAs of one cluster share those rows and divide K. A thread owns
 ``steps`` 16-byte vectors of K for all its rows and up to ``tokens`` tokens, so each converted operand is used
-``tokens`` or ``rows`` times. Partial sums meet in the shared memory of the cluster's first CTA.
+``tokens`` or ``rows`` times. Sums are added up over the lanes of a warp, the warps of a CTA, and the CTAs of the
+cluster, which send them to its first CTA.
 
 Bits: the order of additions depends on K, ``split`` and ``steps`` only, never on M or on the other rows.
 With programmatic dependent launch the weights are loaded before the dependency wait and x after it.
@@ -54,56 +55,66 @@ class SkinnyN:
         group = thread // c.k_threads
         k_thread = thread % c.k_threads
         lane = thread % WARP
-        slots = c.split * c.warps
         values = c.rows * c.tokens * c.groups * c.passes
-        gathered = cute.arch.alloc_smem(Float32, slots * values, alignment=16).toint()
-        partial = gathered
+        partial = cute.arch.alloc_smem(Float32, c.warps * values, alignment=16).toint()
 
         k_first = (rank * c.k_threads * c.steps + k_thread) * VECTOR
         row_flip, arranged = arrange(lane, c.rows)
         weights = self.load_tile(ptx.load_weights, w, [first_row + (row_flip ^ s) for s in range(c.rows)], k_first)
         if cutlass.const_expr(c.split > 1):
+            gathered = cute.arch.alloc_smem(Float32, c.split * values, alignment=16).toint()
             arrived = cute.arch.alloc_smem(Int64, 1).toint()
             if rank == 0 and thread == 0:
-                ptx.expect_bytes(arrived, slots * values * 4)
+                ptx.expect_bytes(arrived, c.split * values * 4)
             # Nobody may send before the barrier exists.
             cute.arch.cluster_arrive_relaxed()
-            partial = ptx.cluster_address(partial, Int32(0))
-            remote_arrived = ptx.cluster_address(arrived, Int32(0))
         if cutlass.const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(c.split > 1):
-            cute.arch.cluster_wait()
 
-        slot = rank * c.warps + k_thread // WARP
         for p in cutlass.range(c.passes, unroll=1):
             share = p * c.groups + group
             # A group past M repeats the last token; its sums are not stored.
             tokens = [cutlass.min(share * c.tokens + s, c.m - 1) for s in range(c.tokens)]
             inputs = self.load_tile(ptx.load_inputs, x, tokens, k_first)
             mine, first, replicas = butterfly_sum(multiply_tile(c.fma, weights, inputs), lane, arranged=arranged)
-            address = partial + (slot * values + share * (c.rows * c.tokens) + first) * 4
+            address = partial + (k_thread // WARP * values + share * (c.rows * c.tokens) + first) * 4
             if (lane & replicas) == 0:
                 for i in cutlass.range_constexpr(len(mine)):
-                    if cutlass.const_expr(c.split > 1):
-                        ptx.store_async(address + i * 4, mine[i], remote_arrived)
-                    else:
-                        ptx.store_shared(address + i * 4, mine[i])
-        if cutlass.const_expr(c.split == 1):
-            cute.arch.sync_threads()
+                    ptx.store_shared(address + i * 4, mine[i])
+        cute.arch.sync_threads()
 
-        if rank == 0:
-            if cutlass.const_expr(c.split > 1):
+        if cutlass.const_expr(c.split > 1):
+            cute.arch.cluster_wait()
+            # One value a lane and neighbouring addresses: the network between SMs carries whole warps of values.
+            outbox = ptx.cluster_address(gathered + rank * (values * 4), Int32(0))
+            remote_arrived = ptx.cluster_address(arrived, Int32(0))
+            for value in cutlass.range(thread, values, c.launch.block, unroll=1):
+                ptx.store_async(outbox + value * 4, self.total(partial, value, c.warps, values), remote_arrived)
+            if rank == 0:
                 ptx.wait_bytes(arrived)
-            for value in cutlass.range(thread, c.rows * c.m, c.launch.block, unroll=1):
-                token = value // c.rows
-                row = value % c.rows
-                place = (token // c.tokens * c.rows + row) * c.tokens + token % c.tokens
-                total = ptx.load_shared(gathered + place * 4)
-                for s in cutlass.range_constexpr(1, slots):
-                    total = total + ptx.load_shared(gathered + (s * values + place) * 4)
-                ptx.store_bf16(out.toint() + Int64((token * c.n + first_row + row) * BF16_BYTES), total)
+                self.store(out, gathered, c.split, values, first_row, thread)
+        else:
+            self.store(out, partial, c.warps, values, first_row, thread)
+
+    @cute.jit
+    def store(self, out: cute.Pointer, sums: Int32, count: cutlass.Constexpr, values: cutlass.Constexpr,
+              first_row: Int32, thread: Int32):  # fmt: skip
+        """Add up ``count`` arrays of ``values`` sums in shared memory and store the CTA's outputs."""
+        c = self.config
+        for output in cutlass.range(thread, c.rows * c.m, c.launch.block, unroll=1):
+            token = output // c.rows
+            row = output % c.rows
+            value = (token // c.tokens * c.rows + row) * c.tokens + token % c.tokens
+            address = out.toint() + Int64((token * c.n + first_row + row) * BF16_BYTES)
+            ptx.store_bf16(address, self.total(sums, value, count, values))
+
+    def total(self, sums: Int32, value: Int32, count: int, values: int) -> Float32:
+        """Value ``value`` of ``count`` arrays of ``values`` numbers, added up in their order."""
+        total = ptx.load_shared(sums + value * 4)
+        for i in range(1, count):
+            total = total + ptx.load_shared(sums + (i * values + value) * 4)
+        return total
 
     def load_tile(self, load, matrix: cute.Pointer, rows: list[Int32], k_first: Int32) -> list[list[tuple]]:
         """This thread's vectors of some rows of ``x`` or ``w``: ``[step][row]``, four registers each."""

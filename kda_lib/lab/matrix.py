@@ -289,7 +289,9 @@ def _refusal(error: CompileError) -> Row:
             "outcome": outcome,
             "instruction": error.instruction,
             "lowest_target": error.lowest_target,
-            "places": error.uses,
+            "uses": error.uses,
+            "source": error.source,
+            "found_by": error.found_by,
         }
     first_line = (str(error).splitlines() or [""])[0].replace(f"{provenance.repo_root()}/", "")
     return {"outcome": outcome, "error": type(error).__name__, "detail": first_line}

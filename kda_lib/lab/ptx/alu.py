@@ -24,7 +24,7 @@ DTYPES: dict[str, type[np.generic]] = {
     "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
 }  # fmt: skip
 
-#: PTX ISA, floating-point instructions of single precision: "NaN payloads are not preserved", NaN results are this.
+#: The canonical NaN of single precision (PTX ISA). Our kernels let no NaN payload out, so nothing rests on this choice.
 _NAN_F32 = np.uint32(0x7FFFFFFF).view(np.float32)
 
 

@@ -1,0 +1,126 @@
+"""CUDA as seen from Python, played on the CPU: streams and events write a log, kernels are the host models."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kda_lib import reference as ref
+from kda_lib import runtime
+from kda_lib.arch import Arch
+from kda_lib.compile import KernelConfig
+from kda_lib.kernels.config import SkinnyNConfig
+
+
+def words(address: int, rows: int, stride: int) -> np.ndarray:
+    """[rows, stride] BF16 patterns at an address: a view of the memory, as a kernel sees it."""
+    return np.ctypeslib.as_array((ctypes.c_uint16 * (rows * stride)).from_address(address)).reshape(rows, stride)
+
+
+class FakeCuda:
+    """One device. ``log`` has everything that would have been enqueued, in order; ``capturing`` and ``fail`` are knobs.
+
+    fail: the part of the log line of a launch that raises instead.
+    """
+
+    def __init__(self, arch: Arch) -> None:
+        self.arch = arch
+        self.log: list[str] = []
+        self.compiled: list[KernelConfig] = []
+        self.capturing = False
+        self.fail: str | None = None
+        self.streams: dict[int, FakeStream] = {}
+        self.main = FakeStream(self, "main")
+
+    def launch(self, line: str) -> None:
+        if self.fail is not None and self.fail in line:
+            raise RuntimeError(f"no {line}")
+        self.log.append(line)
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+        self.cuda_stream = 1 + len(cuda.streams)
+        cuda.streams[self.cuda_stream] = self
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.log.append(f"{self.name} waits for {event.recorded_on}")
+
+    def synchronize(self) -> None:
+        assert not self.cuda.capturing, "a capture does not survive a synchronisation"
+
+
+class FakeEvent:
+    recorded_on: str | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded_on = stream.name
+
+
+class FakeKernel:
+    """Runs the host model on the memory that it is given, on the side where a kernel would run."""
+
+    def __init__(self, cuda: FakeCuda, config: KernelConfig) -> None:
+        self.cuda, self.config = cuda, config
+
+    def __call__(self, x: int, w: int, out: int, *, stream: int) -> None:
+        c = self.config
+        narrow = isinstance(c, SkinnyNConfig)
+        self.cuda.launch(f"{'skinny_n' if narrow else 'skinny_k'} n={c.n} on {self.cuda.streams[stream].name}")
+        weights = words(w, c.n, c.k)
+        if isinstance(c, SkinnyNConfig):
+            result = ref.model_skinny_n(c, words(x, c.m, c.k), weights)
+        else:
+            # The last row of x ends after its k values.
+            rows = words(x, 1, (c.m - 1) * c.x_stride + c.k)[0]
+            inputs = np.stack([rows[m * c.x_stride : m * c.x_stride + c.k] for m in range(c.m)])
+            result = ref.model_skinny_k(c, inputs, weights)
+        words(out, c.m, c.n)[:] = result
+
+
+@contextmanager
+def fake_cuda(patch: pytest.MonkeyPatch, arch: Arch) -> Iterator[FakeCuda]:
+    """Let CPU tensors pass for tensors of one device of this architecture."""
+    cuda = FakeCuda(arch)
+    mm = torch.mm
+
+    def logged_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        cuda.launch(f"torch.mm n={b.shape[1]} on main")
+        return mm(a, b) if out is None else mm(a, b, out=out)
+
+    class CurrentDevice:
+        def __init__(self, device: Any) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def compiled(config: KernelConfig, target: Arch, **_: Any) -> KernelConfig:
+        assert not cuda.capturing, "nothing may be compiled during capture"
+        cuda.compiled.append(config)
+        return config
+
+    patch.setattr(runtime, "DEVICE_TYPE", "cpu")
+    patch.setattr(Arch, "of_device", classmethod(lambda cls, device=None: arch))
+    patch.setattr(runtime, "compile_kernel", compiled)
+    patch.setattr(runtime, "LoadedKernel", lambda config: FakeKernel(cuda, config))
+    patch.setattr(torch, "mm", logged_mm)
+    patch.setattr(torch.cuda, "device", CurrentDevice)
+    patch.setattr(torch.cuda, "get_device_name", lambda device=None: f"fake {arch}")
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.main)
+    patch.setattr(torch.cuda, "Stream", lambda device=None: FakeStream(cuda, f"side{len(cuda.streams)}"))
+    patch.setattr(torch.cuda, "Event", FakeEvent)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.capturing)
+    runtime.loaded_kernel.cache_clear()
+    yield cuda
+    runtime.loaded_kernel.cache_clear()
