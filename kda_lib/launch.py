@@ -8,7 +8,7 @@ from typing import Any
 from kda_lib.compile import Artifact
 from kda_lib.errors import KdaError
 
-#: A kernel asks for more shared memory by attribute (CUDA C++ Programming Guide, compute capability 7.x, "Shared Memory").
+#: A kernel asks for more shared memory by attribute (CUDA C++ Programming Guide, "Compute Capability 7.x").
 DEFAULT_SHARED_BYTES = 48 * 1024
 
 
@@ -40,12 +40,8 @@ class LoadedKernel:
 
         self.artifact = artifact
         check("cuInit", driver.cuInit(0))
-        self._library = check(
-            "cuLibraryLoadData", driver.cuLibraryLoadData(artifact.cubin, [], [], 0, [], [], 0)
-        )
-        self._kernel = check(
-            "cuLibraryGetKernel", driver.cuLibraryGetKernel(self._library, artifact.entry.encode())
-        )
+        self._library = check("cuLibraryLoadData", driver.cuLibraryLoadData(artifact.cubin, [], [], 0, [], [], 0))
+        self._kernel = check("cuLibraryGetKernel", driver.cuLibraryGetKernel(self._library, artifact.entry.encode()))
         self._function = driver.CUfunction(int(self._kernel))
         self._config = _launch_config(artifact)
         self._large_shared = artifact.launch.smem > DEFAULT_SHARED_BYTES

@@ -62,7 +62,7 @@ def fresh_detection() -> Iterator[None]:
 def table(**times: float) -> TuningTable:
     """The same times for every M, by name in lower case."""
     row = {Backend[name.upper()]: us for name, us in times.items()}
-    return TuningTable(qkvg_us={m: row for m in range(1, 40)})
+    return TuningTable(qkvg_us=dict.fromkeys(range(1, 40), row))
 
 
 @pytest.mark.parametrize("m", TOKENS)

@@ -89,7 +89,8 @@ def test_products_are_the_profiles():
 
 
 @pytest.mark.parametrize(
-    ("tp", "packed", "fa_beta", "f_b", "heads"), [(4, 12448, 160, 3072, 24), (8, 6288, 144, 1536, 12), (16, 3216, 144, 768, 6)]
+    ("tp", "packed", "fa_beta", "f_b", "heads"),
+    [(4, 12448, 160, 3072, 24), (8, 6288, 144, 1536, 12), (16, 3216, 144, 768, 6)],
 )
 def test_shapes(tp, packed, fa_beta, f_b, heads):
     shapes = KdaShapes(tp)
@@ -103,13 +104,18 @@ def test_weight_bytes_of_tp8():
     assert TP8.weight_bytes == 6288 * 7168 * 2 + 1536 * 128 * 2 == 90_537_984
 
 
-@pytest.mark.parametrize(("tp", "error"), [(0, ValueError), (7, ValueError), (-8, ValueError), (8.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(
+    ("tp", "error"), [(0, ValueError), (7, ValueError), (-8, ValueError), (8.0, TypeError), (True, TypeError)]
+)
 def test_shapes_refuse(tp, error):
     with pytest.raises(error, match="tp: expected"):
         KdaShapes(tp)
 
 
-@pytest.mark.parametrize(("m", "error"), [(0, ValueError), (17, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError), ("4", TypeError)])
+@pytest.mark.parametrize(
+    ("m", "error"),
+    [(0, ValueError), (17, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError), ("4", TypeError)],
+)
 def test_tokens_refuse(m, error):
     with pytest.raises(error, match="M: expected"):
         check_tokens(m)
@@ -143,19 +149,30 @@ K8 = skinny_k_config(SM90A, 8, TP8)
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (N8, {"m": 0}, "M: expected"), (N8, {"m": 17}, "M: expected"), (N8, {"n": 0}, "n: expected at least 1"),
-        (N8, {"rows": 5}, "rows: expected a divisor of n = 144"), (N8, {"k": 7170}, "k: expected a multiple of the vector"),
-        (N8, {"k": 7176}, "k: expected a multiple of split x steps"), (N8, {"split": 3}, "k: expected a multiple of split"),
-        (N8, {"split": 14}, "split: expected at most 8"), (N8, {"groups": 0}, "groups: expected at least 1"),
-        (N8, {"tokens": 16}, "tokens: expected less than 2 m"), (N8, {"rows": 144}, "rows x tokens: expected at most"),
-        (N8, {"rows": 16, "tokens": 1}, "rows x steps: expected at most"), (N8, {"groups": 32}, "threads of a block"),
-        (K8, {"k": 132}, "k: expected a multiple of the vector"), (K8, {"k": 96}, "k: expected 8, 16"),
-        (K8, {"k": 512, "x_stride": 512}, "k: expected 8, 16"), (K8, {"rows": 7}, "rows: expected a divisor"),
-        (K8, {"rows": 3, "row_tile": 3}, "rows: expected a multiple of 6"), (K8, {"x_stride": 120}, "x_stride: expected"),
-        (K8, {"x_stride": 140}, "x_stride: expected"), (K8, {"rows": 768}, "threads of a block"),
+        (N8, {"m": 0}, "M: expected"),
+        (N8, {"m": 17}, "M: expected"),
+        (N8, {"n": 0}, "n: expected at least 1"),
+        (N8, {"rows": 5}, "rows: expected a divisor of n = 144"),
+        (N8, {"k": 7170}, "k: expected a multiple of the vector"),
+        (N8, {"k": 7176}, "k: expected a multiple of split x steps"),
+        (N8, {"split": 3}, "k: expected a multiple of split"),
+        (N8, {"split": 14}, "split: expected at most 8"),
+        (N8, {"groups": 0}, "groups: expected at least 1"),
+        (N8, {"tokens": 16}, "tokens: expected less than 2 m"),
+        (N8, {"rows": 144}, "rows x tokens: expected at most"),
+        (N8, {"rows": 16, "tokens": 1}, "rows x steps: expected at most"),
+        (N8, {"groups": 32}, "threads of a block"),
+        (K8, {"k": 132}, "k: expected a multiple of the vector"),
+        (K8, {"k": 96}, "k: expected 8, 16"),
+        (K8, {"k": 512, "x_stride": 512}, "k: expected 8, 16"),
+        (K8, {"rows": 7}, "rows: expected a divisor"),
+        (K8, {"rows": 3, "row_tile": 3}, "rows: expected a multiple of 6"),
+        (K8, {"x_stride": 120}, "x_stride: expected"),
+        (K8, {"x_stride": 140}, "x_stride: expected"),
+        (K8, {"rows": 768}, "threads of a block"),
         (K8, {"tokens": 0}, "tokens: expected at least 1"),
     ],
-)  # fmt: skip
+)
 def test_validation(config, changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **changes).validate(SM90A)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from kda_lib.arch import Arch
 from kda_lib.kernels.fma import FmaForm
 from kda_lib.lab import dsl_matrix
 from kda_lib.lab.dsl_matrix import MATRIX_TARGETS, REPRO, VERSIONS, Environment, claims, compile_one, run_dsl_matrix
-from kda_lib.lab.records import Result, read_result
+from kda_lib.lab.records import Result, read_result, stale_inputs
 
 ROOT = Path(__file__).parents[1]
 HERE = Environment("4.8.1", Path(sys.executable), ("nvidia-cutlass-dsl==4.8.1",))
@@ -136,7 +135,7 @@ def committed() -> Result:
 
 
 def test_the_committed_result_is_of_this_repro(committed: Result) -> None:
-    assert committed.inputs_sha256["notebook"] == hashlib.sha256(REPRO.read_bytes()).hexdigest()
+    assert stale_inputs(committed, ROOT) == []
 
 
 def test_the_committed_result_is_complete(committed: Result) -> None:

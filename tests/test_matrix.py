@@ -14,10 +14,11 @@ import psutil
 import pytest
 from fake_lab import make_repo
 
-from kda_lib.arch import TARGETS
+from kda_lib.arch import TARGETS, Arch
 from kda_lib.cache import ArtifactCache, CacheEntry
+from kda_lib.compile import compile_kernel
 from kda_lib.errors import CompileError, CompilerCrashed, UnknownTarget
-from kda_lib.kernels.fma import FmaForm
+from kda_lib.kernels.fma import FmaForm, supports
 from kda_lib.lab import matrix, provenance, records, sass
 from kda_lib.lab.matrix import Row, compile_matrix, matrix_claims, run_matrix
 
@@ -129,10 +130,16 @@ def test_warm_cache_compiles_nothing(rows: list[Row], cache: ArtifactCache) -> N
     assert {path.name: path.stat().st_mtime_ns for path in cache.folder.iterdir()} == before
 
 
+def test_a_unit_gives_the_same_rows_in_this_process(rows: list[Row], cache: ArtifactCache) -> None:
+    (unit,) = matrix.plan(("skinny_k",), ("sm_90a",), (1, 3), (FmaForm.SHIFT,))
+    expected = [row for row in rows if is_warm(row) and row["target"] == "sm_90a"]
+    assert matrix._run(unit, compile_kernel, cache) == expected
+
+
 def test_plan_is_the_whole_matrix() -> None:
     units = matrix.plan(tuple(matrix.KERNELS), TARGETS, matrix.M_VALUES, matrix.FORMS)
     jobs = [job for unit in units for job in unit]
-    with_cvt = sum(target >= "sm_90" or target.startswith("sm_1") for target in TARGETS)
+    with_cvt = sum(supports(Arch.parse(target), FmaForm.CVT) for target in TARGETS)
     assert len(jobs) == len(set(jobs)) == 2 * 16 * (2 * len(TARGETS) + with_cvt)
     assert all(len({job.arch for job in unit}) == 1 for unit in units)
 
@@ -283,11 +290,10 @@ def test_result_file(rows: list[Row], cache: ArtifactCache, tmp_path: Path, monk
     result = run_matrix(path, **(SUBSET | WARM), cache=cache, progress=False)
     assert records.read_result(path) == result
     assert (result.status, result.mode, result.profile, result.gpu) == ("ok", "compile-only", "cpu", None)
-    assert result.inputs_sha256 == matrix.inputs_sha256()
+    assert records.stale_inputs(result, repo) == []
     assert result.rows == [row for row in rows if is_warm(row)]
     (repo / "kda_lib" / "lab" / "profiles" / "cpu.yaml").write_text("name: cpu\n")
-    changed = matrix.inputs_sha256()
-    assert [kind for kind in changed if changed[kind] != result.inputs_sha256[kind]] == ["profile"]
+    assert records.stale_inputs(result, repo) == ["profile"]
 
 
 def test_result_says_when_a_claim_fails(

@@ -220,7 +220,8 @@ def test_torch_agrees_on_conversions() -> None:
     bits = random_bits(np.random.default_rng(5), 4, 6)
     strided = bits[:, ::2]
     tensor = ref.tensor_of_bits(strided)
-    assert tensor.dtype == torch.bfloat16 and tensor.is_contiguous()
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.is_contiguous()
     np.testing.assert_array_equal(ref.bits_of_tensor(tensor), strided)
     np.testing.assert_array_equal(ref.bits_of_tensor(tensor.T), strided.T)
     with pytest.raises(TypeError, match=r"expected torch\.bfloat16, got torch\.float32"):
@@ -267,7 +268,7 @@ def test_kda_reference() -> None:
 X, W = np.zeros((4, 7168), np.uint16), np.zeros((144, 7168), np.uint16)
 
 
-@pytest.mark.parametrize("x, w, error, message", [
+@pytest.mark.parametrize(("x", "w", "error", "message"), [
     (X.astype(np.float32), W, TypeError, "x: expected a uint16 array of BF16 bit patterns, got float32 array"),
     (X.tolist(), W, TypeError, "x: expected a uint16 array of BF16 bit patterns, got list"),
     (X[:3], W, ValueError, r"x: expected shape \[4, 7168\], got \[3, 7168\]"),

@@ -29,7 +29,7 @@ def config_k(m: int, **fields: Any) -> SkinnyKConfig:
     return replace(skinny_k_config(HOPPER, m, TP8), m=m, **fields).validate(HOPPER)
 
 
-@pytest.mark.parametrize("m, rows, split, steps, tokens, groups", [
+@pytest.mark.parametrize(("m", "rows", "split", "steps", "tokens", "groups"), [
     (1, 1, 1, 1, 1, 1), (3, 2, 2, 2, 2, 2), (5, 4, 4, 1, 4, 2), (5, 2, 1, 4, 3, 1), (7, 1, 2, 1, 5, 2),
     (4, 4, 8, 1, 4, 1), (9, 8, 2, 2, 2, 2), (6, 8, 4, 1, 1, 2), (16, 4, 4, 1, 8, 1),
 ])  # fmt: skip
@@ -44,7 +44,7 @@ def test_model_of_skinny_n_equals_its_threads(
         np.testing.assert_array_equal(ref.model_skinny_n(c, x, w), kernel_threads.skinny_n(c, x, w))
 
 
-@pytest.mark.parametrize("m, k, rows, row_tile, tokens", [
+@pytest.mark.parametrize(("m", "k", "rows", "row_tile", "tokens"), [
     (1, 128, 12, 1, 1), (5, 128, 4, 2, 3), (16, 128, 12, 2, 8), (3, 256, 4, 4, 2), (2, 64, 32, 8, 1), (3, 128, 6, 3, 2),
 ])  # fmt: skip
 def test_model_of_skinny_k_equals_its_threads(m: int, k: int, rows: int, row_tile: int, tokens: int) -> None:

@@ -27,7 +27,7 @@ def _require(holds: bool, name: str, expected: str, got: object, advice: str) ->
 
 @dataclass(frozen=True)
 class Launch:
-    """Grid, block, cluster (CTAs along x), whether programmatic dependent launch is used, dynamic shared memory (bytes)."""
+    """Grid, block, cluster (CTAs along x), programmatic dependent launch or not, bytes of dynamic shared memory."""
 
     grid: int
     block: int

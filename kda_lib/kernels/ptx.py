@@ -11,7 +11,7 @@ from typing import Any
 
 from cutlass import Float32, Int16, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 
 _CONSTRAINT = {Int16: "h", Int32: "r", Uint32: "r", Int64: "l", Float32: "f"}
 

@@ -117,7 +117,7 @@ class ReadBulk(_Reader):
             cute.arch.griddepcontrol_launch_dependents()
         policy = evict_first() if cutlass.const_expr(c.evict_first) else None
         if lane == 0:
-            for s in cutlass.range_constexpr(c.stages):
+            for s in cutlass.range(c.stages, unroll=1):
                 init_barrier(barriers + s * BARRIER_BYTES)
             publish_barriers()
             for i in cutlass.range(cutlass.min(mine, c.stages), unroll=1):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 from cutlass.cute.arch import shuffle_sync_bfly
 
 from kda_lib.kernels.ptx import asm

@@ -1,7 +1,8 @@
 """Skinny GEMM with short K: ``out[M, N] = x[M, K] @ w[N, K].T`` for M up to 16 and K up to 256 (F_B, K = 128).
 
 Work split: K / 8 neighbouring lanes share one weight row, one 16-byte vector each, and add up by butterfly; a CTA owns
-``rows`` rows, a thread ``row_tile`` of them. x is read with its own row stride, so that f_a is used where F_A/beta left it.
+``rows`` rows, a thread ``row_tile`` of them. x is read with its own row stride, so that f_a is used where F_A/beta
+left it.
 
 Bits: the order of additions depends on K only. With programmatic dependent launch the weights are loaded before the
 dependency wait and x after it.
@@ -20,6 +21,7 @@ from kda_lib.kernels import ptx
 from kda_lib.kernels.config import BF16_BYTES, VECTOR, SkinnyKConfig
 from kda_lib.kernels.reduce import arrange, butterfly_sum
 from kda_lib.kernels.tile import multiply_tile
+
 
 class SkinnyK:
     """The kernel for one :class:`SkinnyKConfig`."""

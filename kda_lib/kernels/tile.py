@@ -11,9 +11,13 @@ from kda_lib.kernels.fma import FmaForm, fma, unpack_pair
 
 #: One 16-byte vector: four registers of two BF16 numbers each.
 Vector = tuple[Uint32, Uint32, Uint32, Uint32]
+#: Vectors ``[step][row]`` or ``[step][token]``.
+Tile = Sequence[Sequence[Vector]]
 
 
-def multiply_tile(form: FmaForm, weights: Sequence[Sequence[Vector]], inputs: Sequence[Sequence[Vector]]) -> list[Float32]:
+def multiply_tile(
+    form: FmaForm, weights: Sequence[Sequence[Vector]], inputs: Sequence[Sequence[Vector]]
+) -> list[Float32]:
     """Sums over this thread's part of K.
 
     Args:

@@ -148,7 +148,8 @@ def compile_matrix() -> None:
     _refresh_matrix(root)
     result = read_result(root / "reports" / "cpu" / "results" / f"{matrix.NAME}.json")
     for claim in result.claims:
-        print(f"{'holds' if claim.holds else 'FAILS'} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip())
+        verdict = "holds" if claim.holds else "FAILS"
+        print(f"{verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip())
     if result.status != "ok":
         raise typer.Exit(FAILED)
 

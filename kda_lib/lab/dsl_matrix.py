@@ -6,7 +6,6 @@ like any other outcome. Needs a package index; kept out of CI, its result is com
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -28,8 +27,11 @@ from rich.progress import track
 import kda_lib
 from kda_lib.arch import TARGETS, Arch
 from kda_lib.kernels.fma import FmaForm
-from kda_lib.lab.provenance import git_state
+from kda_lib.lab import provenance
+from kda_lib.lab.profile import CPU
 from kda_lib.lab.records import Claim, Git, Result, write_result
+
+NAME = "dsl_matrix"
 
 VERSIONS = ("4.6.2", "4.7.1", "4.8.1")
 
@@ -41,8 +43,6 @@ LIMIT_S = 120.0
 
 PACKAGE = Path(kda_lib.__file__).parent
 REPRO = PACKAGE / "lab" / "data" / "repro_fma.py"
-DECIDES = ("arch.py", "diagnosis.py", "errors.py", "kernels/probe.py", "kernels/ptx.py", "lab/dsl_worker.py")
-"""What decides a row besides the repro, relative to `kda_lib`."""
 
 
 class InstallFailed(OSError):
@@ -101,15 +101,15 @@ def run_dsl_matrix(
         jobs = list(itertools.product(environments, targets, FmaForm, [root]))
         rows = show(pool.map(compile_one, *zip(*jobs, strict=True)), "compiling", len(jobs))
     result = Result(
-        notebook="dsl_matrix",
+        notebook=NAME,
         run_id=f"{started:%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}",
         started=started,
         ended=datetime.now(UTC),
         status="ok",
         mode="compile-only",
-        inputs_sha256=inputs_sha256(environments),
-        git=Git(**git_state()),
-        parameters={"profile": "cpu", "versions": list(versions), "targets": list(targets)},
+        inputs_sha256=provenance.inputs_sha256(Path(f"{NAME}.ipynb"), CPU),
+        git=Git(**provenance.git_state()),
+        parameters={"profile": CPU, "versions": list(versions), "targets": list(targets)},
         environment={"python": platform.python_version(), **{e.version: " ".join(e.packages) for e in environments}},
         gpu=None,
         seeds={},
@@ -180,22 +180,6 @@ def _count(
         holds=found == of,
         required=False,
     )
-
-
-def inputs_sha256(environments: Sequence[Environment]) -> dict[str, str]:
-    """Hashes of what decides the rows, by the kinds of `records.INPUTS`; the repro stands for the notebook and the
-    installed packages for the lock."""
-    packages = "\n".join(f"{e.version}: {' '.join(e.packages)}" for e in environments)
-    return {
-        "notebook": _sha256(REPRO.read_bytes()),
-        "kda_lib": _sha256(b"\0".join((PACKAGE / name).read_bytes() for name in DECIDES)),
-        "profile": _sha256((PACKAGE / "lab" / "profiles" / "cpu.yaml").read_bytes()),
-        "lock": _sha256(packages.encode()),
-    }
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,6 @@ the first FMA to the last; `cvt_per_fma` counts the conversions of the whole ker
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -28,7 +27,7 @@ from uuid import uuid4
 
 from kda_lib.arch import TARGETS, Arch
 from kda_lib.cache import ArtifactCache
-from kda_lib.compile import Artifact, KernelConfig, compile_isolated, compile_kernel, kernel_name, source_sha256
+from kda_lib.compile import Artifact, KernelConfig, compile_isolated, compile_kernel, kernel_name
 from kda_lib.errors import CompileError, CompilerCrashed, UnknownTarget, UnsupportedInstruction
 from kda_lib.kernels.config import skinny_k_config, skinny_n_config
 from kda_lib.kernels.fma import FmaForm, portable_form, supports
@@ -133,7 +132,7 @@ def run_matrix(output: Path, **selection: Any) -> records.Result:
         As :func:`compile_matrix`, and records.ResultWriteError: the file system refused; nothing is half-written.
     """
     started = datetime.now(UTC)
-    inputs = inputs_sha256()
+    inputs = provenance.inputs_sha256(Path(f"{NAME}.ipynb"), CPU)
     rows = compile_matrix(**selection)
     claims = matrix_claims(rows)
     result = records.Result(
@@ -154,18 +153,6 @@ def run_matrix(output: Path, **selection: Any) -> records.Result:
     )
     records.write_result(result, output)
     return result
-
-
-def inputs_sha256() -> dict[str, str]:
-    """Hashes of what decides the matrix. It has no notebook: this module and `sass` stand in its place."""
-    sources = b"\0".join(Path(str(file)).read_bytes() for file in (__file__, sass.__file__))
-    profile = provenance.repo_root() / "kda_lib" / "lab" / "profiles" / f"{CPU}.yaml"
-    return {
-        "notebook": hashlib.sha256(sources).hexdigest(),
-        "kda_lib": source_sha256(),
-        "profile": hashlib.sha256(profile.read_bytes()).hexdigest(),
-        "lock": str(provenance.environment()["lock"]),
-    }
 
 
 def matrix_claims(rows: Sequence[Row]) -> list[records.Claim]:

@@ -260,6 +260,22 @@ def flags(states: Sequence[DeviceState]) -> list[str]:
     return found
 
 
+def capture(variant: Variant, layers: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """Warm up on ``stream``, capture ``layers`` layers there and instantiate; the graph is kept for inspection."""
+    import torch
+
+    with torch.cuda.stream(stream):
+        for layer in range(layers):
+            variant.enqueue(layer, stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph, stream=stream):
+        for layer in range(layers):
+            variant.enqueue(layer, stream)
+    graph.instantiate()
+    return graph
+
+
 class CudaBench:
     """:class:`Bench` on the current CUDA device. flush_bytes: what one flush reads, 0 if none is needed."""
 
@@ -275,17 +291,7 @@ class CudaBench:
         torch.cuda.synchronize()
 
     def capture(self, variant: Variant, layers: int) -> torch.cuda.CUDAGraph:
-        torch = self._torch
-        with torch.cuda.stream(self._stream):
-            for layer in range(layers):
-                variant.enqueue(layer, self._stream)
-        torch.cuda.synchronize()
-        graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, stream=self._stream):
-            for layer in range(layers):
-                variant.enqueue(layer, self._stream)
-        graph.instantiate()
-        return graph
+        return capture(variant, layers, self._stream)
 
     def topology(self, graph: torch.cuda.CUDAGraph) -> Topology:
         return topology(graph)

@@ -94,10 +94,10 @@ def peers(weights: Weights, x: torch.Tensor, arch: Arch) -> tuple[list[Variant],
 
 
 def tune_cublaslt(weights: Weights, x: torch.Tensor) -> None:
-    """Let FlashInfer's autotuner choose among cuBLASLt's algorithms for this M, as its documentation advises."""
+    """Let FlashInfer's autotuner choose among cuBLASLt's algorithms, for the bucket of its own that M falls into."""
     import flashinfer
 
-    with flashinfer.autotune(tuning_buckets=(len(x),)):
+    with flashinfer.autotune():
         cublaslt(x, weights.packed[0][weights.shapes.qkvg_slice], _output(x, weights.shapes.qkvg_rows))
 
 

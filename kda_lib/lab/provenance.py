@@ -10,18 +10,37 @@ import subprocess
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from kda_lib.lab.device import current_device
 
 PRESENTATION = tuple(f"kda_lib/lab/{name}.py" for name in ("__main__", "nbtools", "progress", "report", "runner"))
 """Files that present or start results and do not make them; a change to one does not make a result stale."""
 
+
+class Script(NamedTuple):
+    """What decides a result that a command makes, without a notebook.
+
+    `files` stand in the notebook's place. `library` is what it uses of kda_lib, files and folders. `locked`: it runs in
+    the environment of the lock.
+    """
+
+    files: tuple[str, ...]
+    library: tuple[str, ...]
+    locked: bool = True
+
+
 SCRIPTS = {
-    "compile_matrix": ("kda_lib/lab/matrix.py", "kda_lib/lab/sass.py"),
-    "dsl_matrix": ("kda_lib/lab/dsl_matrix.py", "kda_lib/lab/dsl_worker.py", "kda_lib/lab/data/repro_fma.py"),
+    "compile_matrix": Script(
+        ("kda_lib/lab/matrix.py", "kda_lib/lab/sass.py"),
+        ("kda_lib/arch.py", "kda_lib/compile.py", "kda_lib/diagnosis.py", "kda_lib/kernels/", "kda_lib/shapes.py"),
+    ),
+    "dsl_matrix": Script(
+        ("kda_lib/lab/dsl_matrix.py", "kda_lib/lab/dsl_worker.py", "kda_lib/lab/data/repro_fma.py"),
+        ("kda_lib/arch.py", "kda_lib/diagnosis.py", "kda_lib/kernels/probe.py", "kda_lib/kernels/ptx.py"),
+        locked=False,
+    ),
 }
-"""Results that a command makes and no notebook: their files stand in the notebook's place among the inputs."""
 
 LOCKS = ("requirements/lock-cpu.txt", "requirements/lock-cuda.txt")
 
@@ -57,8 +76,8 @@ def repo_root() -> Path:
 def inputs_sha256(notebook: Path, profile: str, root: Path | None = None) -> dict[str, str]:
     """Hashes of everything that decides a notebook's result, by kind: notebook, kda_lib, profile, lock.
 
-    The notebook counts by its cell types and sources, so outputs, metadata and execution counts do not matter. For a
-    name in `SCRIPTS` there is no notebook file, and of `kda_lib` only the library counts, not the lab.
+    The notebook counts by its cell types and sources, so outputs, metadata and execution counts do not matter. A name
+    in `SCRIPTS` has no notebook file.
 
     Raises:
         FileNotFoundError: one of the inputs does not exist.
@@ -67,12 +86,12 @@ def inputs_sha256(notebook: Path, profile: str, root: Path | None = None) -> dic
     sources = sorted(path.relative_to(root).as_posix() for path in (root / "kda_lib").rglob("*.py"))
     script = SCRIPTS.get(notebook.stem)
     if script:
-        sources = [name for name in sources if not name.startswith("kda_lib/lab/")]
+        sources = [name for name in sources if name.startswith(script.library)]
     return {
-        "notebook": _files_sha256(root, script) if script else _notebook_sha256(notebook),
+        "notebook": _files_sha256(root, script.files) if script else _notebook_sha256(notebook),
         "kda_lib": _files_sha256(root, (name for name in sources if name not in PRESENTATION)),
         "profile": _files_sha256(root, [f"kda_lib/lab/profiles/{profile}.yaml"]),
-        "lock": _lock_sha256(root),
+        "lock": _lock_sha256(root) if script is None or script.locked else _files_sha256(root, ()),
     }
 
 

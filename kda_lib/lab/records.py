@@ -280,7 +280,9 @@ def stale_inputs(result: Result, root: Path) -> list[str]:
     """Which of the result's inputs (`INPUTS`) differ now from those it was made with; a deleted one counts."""
     notebook = root / "notebooks" / f"{result.notebook}.ipynb"
     profile = root / "kda_lib" / "lab" / "profiles" / f"{result.profile}.yaml"
-    needed = {"profile": profile} if result.notebook in provenance.SCRIPTS else {"notebook": notebook, "profile": profile}
+    needed = {"profile": profile}
+    if result.notebook not in provenance.SCRIPTS:
+        needed["notebook"] = notebook
     if deleted := [kind for kind, path in needed.items() if not path.is_file()]:
         return deleted
     now = provenance.inputs_sha256(notebook, result.profile, root)
