@@ -17,7 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -194,7 +195,7 @@ def _compile_now(name: str, config: AnyConfig, arch: Arch) -> tuple[str, bytes, 
     _, module, class_name = KERNELS[name]
     kernel = getattr(importlib.import_module(module), class_name)(config)
     arguments = kernel.trace_arguments()
-    with _compiler, tempfile.TemporaryDirectory(prefix="kda_lib-") as dump:
+    with _compiler, _environment_ignored(), tempfile.TemporaryDirectory(prefix="kda_lib-") as dump:
         options = (gpu_arch(arch), cute.KeepPTX(), cute.KeepCUBIN(), DumpDir(dump))
         started = time.perf_counter()
         try:
@@ -205,6 +206,20 @@ def _compile_now(name: str, config: AnyConfig, arch: Arch) -> tuple[str, bytes, 
         # the chip as sm_101a and name the files so; the DSL then gives the missing file's path for its content.
         (ptx_file,), (cubin_file,) = Path(dump).glob("*.ptx"), Path(dump).glob("*.cubin")
         return ptx_file.read_text(), cubin_file.read_bytes(), time.perf_counter() - started
+
+
+@contextmanager
+def _environment_ignored() -> Iterator[None]:
+    """Keep the DSL from letting its environment variables (CUTE_DSL_*) overrule what it is asked for."""
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    dsl = CuTeDSL._get_dsl()
+    kept = dsl.envar
+    dsl.envar = type(kept)("KDA_LIB_NO_SUCH_PREFIX")
+    try:
+        yield
+    finally:
+        dsl.envar = kept
 
 
 def _entry_name(ptx: str) -> str:

@@ -96,7 +96,7 @@ class Strategy(ABC):
         return self.name
 
     @abstractmethod
-    def refusal(self, arch: Arch, m: int) -> str | None:
+    def refusal(self, arch: Arch, shapes: KdaShapes, m: int) -> str | None:
         """Why it cannot run there, in words, or ``None``."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Sequential(Strategy):
 
     name = "sequential"
 
-    def refusal(self, arch: Arch, m: int) -> str | None:
+    def refusal(self, arch: Arch, shapes: KdaShapes, m: int) -> str | None:
         return None
 
     def plan(self, facts: Facts, m: int, reason: str) -> Plan:
@@ -151,10 +151,17 @@ class Overlap(Strategy):
     def __str__(self) -> str:
         return f"{self.name} ({self.fork.replace('_', ' ')})"
 
-    def refusal(self, arch: Arch, m: int) -> str | None:
+    def refusal(self, arch: Arch, shapes: KdaShapes, m: int) -> str | None:
         if not has_kernels(arch):
             return f"its kernels are not built for {arch}"
-        return None if m <= MAX_TOKENS else f"its kernels take up to {MAX_TOKENS} tokens"
+        if m > MAX_TOKENS:
+            return f"its kernels take up to {MAX_TOKENS} tokens"
+        try:
+            skinny_n_config(arch, m, shapes)
+            skinny_k_config(arch, m, shapes)
+        except ValueError as error:
+            return f"its kernels are not configured for TP{shapes.tp} ({error})"
+        return None
 
     def plan(self, facts: Facts, m: int, reason: str) -> Plan:
         choice = _qkvg_choice(facts, m)
@@ -256,7 +263,7 @@ def make_plan(facts: Facts, m: int, strategy: Strategy | None) -> Plan:
     check_tokens(m, max(m, MAX_TOKENS) if isinstance(m, int) else MAX_TOKENS)
     if strategy is None:
         strategy, reason = _choose(facts, m)
-    elif refusal := strategy.refusal(facts.arch, m):
+    elif refusal := strategy.refusal(facts.arch, facts.shapes, m):
         raise ValueError(
             f"strategy: expected one that runs on {facts.arch} for M = {m}, got {strategy.name}: {refusal}; use "
             f"'{AUTO}' or '{Sequential.name}'"
@@ -271,14 +278,14 @@ def _choose(facts: Facts, m: int) -> tuple[Strategy, str]:
     times = {
         name: us
         for name, us in facts.table.strategy_us.get(m, {}).items()
-        if name in STRATEGIES and STRATEGIES[name].refusal(facts.arch, m) is None
+        if name in STRATEGIES and STRATEGIES[name].refusal(facts.arch, facts.shapes, m) is None
     }
     if len(times) > 1:
         ranked = sorted(times, key=lambda name: times[name])
         listed = ", ".join(f"{name} {times[name]:.1f} us" for name in ranked)
         return STRATEGIES[ranked[0]], f"it is the fastest measured: {listed}"
     overlap, sequential = STRATEGIES[Overlap.name], STRATEGIES[Sequential.name]
-    if refusal := overlap.refusal(facts.arch, m):
+    if refusal := overlap.refusal(facts.arch, facts.shapes, m):
         return sequential, f"overlap cannot run here: {refusal}"
     limit = facts.table.overlap_limit
     if m <= limit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kda_lib import runtime
 from kda_lib.arch import Arch
 from kda_lib.compile import KernelConfig
 from kda_lib.kernels.config import SkinnyNConfig
+from kda_lib.shapes import F_A_ROWS, HIDDEN, KdaShapes
 
 
 def words(address: int, rows: int, stride: int) -> np.ndarray:
@@ -83,6 +85,21 @@ class FakeKernel:
             inputs = np.stack([rows[m * c.x_stride : m * c.x_stride + c.k] for m in range(c.m)])
             result = ref.model_skinny_k(c, inputs, weights)
         words(out, c.m, c.n)[:] = result
+
+
+def random(rows: int, columns: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator).mul_(scale).bfloat16()
+
+
+Weights = tuple[torch.Tensor, torch.Tensor]
+
+
+@cache
+def layer_weights(tp: int) -> Weights:
+    """Packed and F_B weight of a layer, with outputs near 1."""
+    shapes = KdaShapes(tp)
+    return random(shapes.packed_rows, HIDDEN, 1, HIDDEN**-0.5), random(shapes.f_b_rows, F_A_ROWS, 2, 0.1)
 
 
 @contextmanager

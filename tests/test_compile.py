@@ -67,10 +67,10 @@ def test_processes_and_environment_do_not_change_the_result(artifacts: dict[str,
     )
     started = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | extra, stdout=subprocess.PIPE)
-        for extra in ({}, {"CUTE_DSL_ARCH": "sm_80"})
+        for extra in ({}, {"CUTE_DSL_ARCH": "sm_80", "CUTE_DSL_LINEINFO": "1"}, {"CUTE_DSL_DRYRUN": "1"})
     ]
     printed = [process.communicate(timeout=120)[0].decode().split() for process in started]
-    assert printed == [[artifacts["sm_90a"].cubin_sha256]] * 2
+    assert printed == [[artifacts["sm_90a"].cubin_sha256]] * 3
 
 
 def kill(cache: ArtifactCache) -> None:

@@ -188,6 +188,11 @@ def test_what_a_target_lacks_is_refused(config):
             dataclasses.replace(config, pdl=False).validate(sm80)
     with pytest.raises(TypeError, match="fma: expected an FmaForm"):
         dataclasses.replace(config, fma="native").validate(SM90A)
+    with pytest.raises(TypeError, match="pdl: expected a bool"):
+        dataclasses.replace(config, pdl="no").validate(SM90A)
+    for value in (1.5, True, "2", None):
+        with pytest.raises(TypeError, match="rows: expected an int"):
+            dataclasses.replace(config, rows=value).validate(SM90A)
 
 
 def test_configurations_are_frozen():

@@ -361,7 +361,7 @@ def test_a_graph_is_read_through_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
         return ok, sources[:count], targets[:count], edge_data[:count], 2
 
     def kind(node: Any) -> tuple[Any, ...]:
-        return ok, driver.CUgraphNodeType[f"CU_GRAPH_NODE_TYPE_{kinds[int(node)]}"]
+        return ok, getattr(driver.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{kinds[int(node)]}")
 
     monkeypatch.setattr(driver, "cuGraphGetNodes", nodes)
     monkeypatch.setattr(driver, "cuGraphGetEdges", edges)

@@ -23,7 +23,7 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     "h100": ("sm_90a", 132, 3350 * GB, 50 * MIB, 227 * KIB, 80 * GB, None),
     "h200": ("sm_90a", 132, 4800 * GB, None, 227 * KIB, 141 * GB, None),
     "h20": ("sm_90a", 78, 4 * TB, None, 227 * KIB, 96 * GB, None),
-    "b200": ("sm_100a", 148, 8 * TB, 253 * MIB // 2, 227 * KIB, 180 * GB, None),
+    "b200": ("sm_100a", 148, 8 * TB, 253 * MIB // 2, 227 * KIB, 179 * GB, None),
     "b300": ("sm_103a", None, 8 * TB, None, 227 * KIB, 288 * GB, None),
     "rtx5090": ("sm_120a", 170, 1792 * GB, 96 * MIB, 99 * KIB, 32 * GB, 2407 * MHZ),
     "thor": ("sm_110a", 20, 273 * GB, None, 227 * KIB, 128 * GB, 1570 * MHZ),

@@ -5,42 +5,32 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import fake_flashinfer
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeStream, fake_cuda
-from fake_flashinfer import FLASHINFER_0_7_4
+from fake_cuda import FakeCuda, FakeStream, Weights, fake_cuda, layer_weights, random
 from test_reference_model import accumulation_bound
 
-from kda_lib import Arch, KdaProjection, KdaShapes, autotune, projection, strategies
+from kda_lib import Arch, KdaProjection, KdaShapes, autotune, projection
 from kda_lib import reference as ref
 from kda_lib.autotune import TuningStore, TuningTable
-from kda_lib.backends import Backend, BrokenBackend, Installed
+from kda_lib.backends import Backend, BrokenBackend
 from kda_lib.errors import NotWarmedUp
 from kda_lib.kernels.config import qkvg_gemv_config, skinny_k_config, skinny_n_config
-from kda_lib.runtime import Outputs, Runtime
 from kda_lib.shapes import F_A_ROWS, HIDDEN
-from kda_lib.strategies import Facts, Overlap, Plan, Sequential, Strategy, make_plan
+from kda_lib.strategies import Overlap, Strategy
 
-HOPPER, AMPERE, BLACKWELL = Arch.parse("h200"), Arch.parse("a100"), Arch.parse("b200")
-UNKNOWN = Arch.of_capability((13, 0))
+HOPPER = Arch.parse("h200")
 TP16 = KdaShapes(16)
-Weights = tuple[torch.Tensor, torch.Tensor]
 QKVG, FA_BETA, F_B = "n=3072", "n=144", "n=768"
 
 
-def random(rows: int, columns: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator).mul_(scale).bfloat16()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def weights() -> Weights:
-    return random(TP16.packed_rows, HIDDEN, 1, HIDDEN**-0.5), random(TP16.f_b_rows, F_A_ROWS, 2, 0.1)
+    return layer_weights(16)
 
 
 @pytest.fixture
@@ -338,220 +328,7 @@ def test_sequential_needs_no_flashinfer(cuda: FakeCuda, weights: Weights, monkey
         project(weights, strategy="overlap").warmup([3])
 
 
-# --- plans ----------------------------------------------------------------------------------------------------------
-
-
-def facts(arch: Arch, installed: Installed = FLASHINFER_0_7_4, **fields: Any) -> Facts:
-    return Facts(arch, TP16, detect=lambda: installed, **fields)
-
-
-@pytest.mark.parametrize("arch", ["8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "10.7", "11.0", "12.0", "12.1", "13.0"])
-@pytest.mark.parametrize("installed", [Installed(), FLASHINFER_0_7_4], ids=["alone", "flashinfer"])
-def test_auto_is_overlap_up_to_the_limit_where_kernels_exist(arch: str, installed: Installed) -> None:
-    for m in (1, 2, 3, 8, 14, 15, 16, 17, 1000):
-        found = facts(Arch.parse(arch), installed)
-        plan = make_plan(found, m, None)
-        overlaps = m <= 14 and arch not in ("10.7", "13.0")
-        assert plan.strategy == (Overlap() if overlaps else Sequential())
-        assert plan == make_plan(found, m, None), "the same facts give the same plan"
-        assert [part for part, _ in plan.kernels] == (["F_A/beta", "F_B"] + ["QKVG"] * (m <= 2) if overlaps else [])
-    with pytest.raises(FrozenInstanceError):
-        plan.m = 3  # type: ignore[misc]
-
-
-def test_auto_takes_the_fastest_measured_strategy() -> None:
-    def plan(**times: float) -> Plan:
-        return make_plan(facts(HOPPER, table=TuningTable(strategy_us=dict.fromkeys((3, 17), times))), 3, None)
-
-    assert plan(sequential=25.0, overlap=26.0).strategy == Sequential()
-    assert plan(sequential=27.0, overlap=26.0).strategy == Overlap()
-    assert "fastest measured: sequential 25.0 us, overlap 26.0 us" in plan(sequential=25.0, overlap=26.0).reason
-    assert plan(sequential=25.0).strategy == Overlap(), "one time decides nothing"
-    assert plan(sequential=25.0, unheard_of=1.0).strategy == Overlap()
-    table = TuningTable(strategy_us={17: {"sequential": 25.0, "overlap": 20.0}}, overlap_limit=2)
-    assert make_plan(facts(HOPPER, table=table), 17, None).strategy == Sequential(), "overlap does not take 17"
-    assert make_plan(facts(HOPPER, table=table), 3, None).strategy == Sequential()
-    assert "above the overlap limit, 2" in make_plan(facts(HOPPER, table=table), 3, None).reason
-
-
-def test_explain(cuda: FakeCuda, weights: Weights) -> None:
-    assert project(weights).explain(3) == (
-        "sm_90a, TP16, M = 3: overlap (wide first), because overlap is the default up to M = 14, and no strategies "
-        "were measured against each other.\n"
-        "QKVG: torch.mm, because FlashInfer is not installed.\n"
-        "F_A/beta: kernel skinny_n (portable-shift FMA), 252 CTAs of 64 threads in clusters of 7, with PDL.\n"
-        "F_B: kernel skinny_k (portable-shift FMA), 32 CTAs of 384 threads, with PDL."
-    )
-    assert project(weights).explain(16) == (
-        "sm_90a, TP16, M = 16: sequential, because M is above the overlap limit, 14."
-    )
-
-
-def test_explicit_strategies_are_refused_where_they_cannot_run() -> None:
-    for arch, m, words in ((UNKNOWN, 3, "its kernels are not built for sm_130a"), (HOPPER, 17, "up to 16 tokens")):
-        with pytest.raises(ValueError, match=f"strategy: .*{words}.*use 'auto' or 'sequential'"):
-            make_plan(facts(arch), m, Overlap())
-        assert make_plan(facts(arch), m, Sequential()).strategy == Sequential()
-
-
-def test_a_backend_asked_for_must_run_there() -> None:
-    asked = facts(HOPPER, qkvg=Backend.SKINNY)
-    assert make_plan(asked, 2, Overlap()).backend is Backend.SKINNY
-    with pytest.raises(
-        ValueError, match=r"qkvg: expected a backend that runs on sm_90a for M = 3 \(torch\.mm, .*skinny"
-    ):
-        make_plan(asked, 3, Overlap())
-    with pytest.raises(ValueError, match="plan: expected one with a QKVG backend"):
-        _ = make_plan(asked, 2, Sequential()).backend
-
-
-@dataclass(frozen=True)
-class Zeros(Strategy):
-    """A strategy from outside: up to 2 tokens."""
-
-    name = "zeros"
-
-    def refusal(self, arch: Arch, m: int) -> str | None:
-        return None if m <= 2 else "it takes up to 2 tokens"
-
-    def plan(self, facts: Facts, m: int, reason: str) -> Plan:
-        return Plan(m, self, reason)
-
-    def run(self, runtime: Runtime, plan: Plan, x: torch.Tensor, out: Outputs | None) -> Outputs:
-        shapes = runtime.shapes
-        return Outputs(*(runtime.empty(plan.m, n).zero_() for n in (shapes.qkvg_rows, shapes.f_b_rows, shapes.heads)))
-
-
-def test_registry_is_open(cuda: FakeCuda, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not project(weights, strategy=Zeros())(random(2, HIDDEN, 17)).qkvg.any()
-    monkeypatch.setattr(strategies, "STRATEGIES", dict(strategies.STRATEGIES))
-    strategies.register(Zeros())
-    for name in ("zeros", "auto"):
-        with pytest.raises(ValueError, match=f"expected a new name, got '{name}'"):
-            strategies.register(type("Other", (Zeros,), {"name": name})())
-    assert project(weights, strategy="zeros").plan(1).strategy == Zeros()
-    times = {"zeros": 1.0, "overlap": 2.0, "sequential": 3.0}
-    proj = project(weights, table=TuningTable(strategy_us={2: times, 3: times}))
-    assert proj.plan(2).strategy == Zeros()
-    assert proj.plan(3).strategy == Overlap()
-
-
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
-def shifted(rows: int, columns: int) -> torch.Tensor:
-    """Contiguous, but 2 bytes after a multiple of 16."""
-    return torch.zeros(rows * columns + 8, dtype=torch.bfloat16)[1 : rows * columns + 1].view(rows, columns)
-
-
-def zeros(rows: int, columns: int) -> torch.Tensor:
-    return torch.zeros(rows, columns, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "rows"), [("packed_weight", (3216, HIDDEN), True), ("f_b_weight", (768, 128), True),
-                                ("hidden_states", (3, HIDDEN), False)],
-)  # fmt: skip
-@pytest.mark.parametrize("flaw", ["list", "dtype", "rows", "columns", "dims", "stride", "gaps", "alignment", "device"])
-def test_tensors_are_checked(
-    cuda: FakeCuda,
-    weights: Weights,
-    name: str,
-    shape: tuple[int, int],
-    rows: bool,
-    flaw: str,
-) -> None:
-    n, k = shape
-    bad, error, words = {
-        "list": (lambda: [1.0], TypeError, "expected a torch.Tensor, got list"),
-        "dtype": (lambda: zeros(n, k).half(), TypeError, r"expected torch.bfloat16, got torch.float16; convert"),
-        "rows": (lambda: zeros(n + 16 if rows else 0, k), ValueError, f"expected shape .*{k}\\], got \\["),
-        "columns": (lambda: zeros(n, k + 8), ValueError, f"expected shape .*{k}\\], got \\[{n}, {k + 8}\\]"),
-        "dims": (lambda: zeros(n, k)[None], ValueError, r"expected shape .*got \[1, "),
-        "stride": (lambda: zeros(k, n).T, ValueError, f"expected strides .*{k}, 1.*got"),
-        "gaps": (lambda: zeros(n, k + 8)[:, :k], ValueError, f"strides .*got \\[{k + 8}, 1\\]; use .contiguous"),
-        "alignment": (lambda: shifted(n, k), ValueError, "expected an address divisible by 16, got 0x"),
-        "device": (lambda: zeros(n, k).to("meta"), ValueError, "device.* got meta; move it"),
-    }[flaw]  # fmt: skip
-    arguments: dict[str, Any] = {"packed_weight": weights[0], "f_b_weight": weights[1]}
-    x = random(3, HIDDEN, 18)
-    if name == "hidden_states":
-        x = bad()  # type: ignore[operator]
-    else:
-        arguments[name] = bad()  # type: ignore[operator]
-    with pytest.raises(error, match=f"^{name}: .*{words}"):  # type: ignore[call-overload]
-        KdaProjection(**arguments, tp=16)(x)
-    assert cuda.log == []
-
-
-def test_no_cuda_device_at_all(weights: Weights) -> None:
-    """Nothing played: CPU tensors are refused in words."""
-    with pytest.raises(ValueError, match=r"packed_weight: expected a CUDA device, got cpu; move it with \.cuda\(\)"):
-        project(weights)
-
-
-def out_of(m: int = 3) -> list[Any]:
-    return [zeros(m, 3072), zeros(m, 768), zeros(m, 6)]
-
-
-def test_out_is_checked(cuda: FakeCuda, weights: Weights) -> None:
-    x = random(3, HIDDEN, 19)
-    proj = project(weights, strategy="overlap")
-    proj.warmup([3])
-    launches(cuda)
-    both = zeros(2, 3 * 768 + 3 * 3072).view(-1)
-    overlapping = [both[: 3 * 3072].view(3, 3072), both[8 : 8 + 3 * 768].view(3, 768), zeros(3, 6)]
-    inside_x = [zeros(3, 3072), x.view(-1)[: 3 * 768].view(3, 768), zeros(3, 6)]
-    inside_weight = [weights[0].view(-1)[: 3 * 3072].view(3, 3072), zeros(3, 768), zeros(3, 6)]
-    for out, error, words in (
-        (zeros(3, 6), TypeError, r"out: expected \(qkvg, g1, beta\), got Tensor"),
-        (out_of()[:2], TypeError, "out: expected .* got 2 items"),
-        ([None, *out_of()[1:]], TypeError, r"out\[0\] \(qkvg\): expected a torch.Tensor, got NoneType"),
-        (out_of(2), ValueError, r"out\[0\] \(qkvg\): expected shape \[3, 3072\], got \[2, 3072\]"),
-        ([zeros(3, 3216)[:, :3072], *out_of()[1:]], ValueError, r"out\[0\] \(qkvg\): expected strides"),
-        ([*out_of()[:2], zeros(6, 3).T], ValueError, r"out\[2\] \(beta\): expected a column stride of 1, got 3"),
-        ([out_of()[0], shifted(3, 768), out_of()[2]], ValueError, r"out\[1\] \(g1\): expected an address"),
-        (overlapping, ValueError, r"out\[0\]: expected memory of its own"),
-        (inside_x, ValueError, r"out\[1\]: expected memory of its own"),
-        (inside_weight, ValueError, r"out\[0\]: expected memory of its own"),
-    ):
-        with pytest.raises(error, match=words):
-            proj(x, out=out)  # type: ignore[arg-type]
-    assert launches(cuda) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"tp": 5}, ValueError, "tp: expected a divisor of 96"),
-        (
-            {"tp": 8},
-            ValueError,
-            r"packed_weight: expected shape \[6288, 7168\], got \[3216, 7168\]; check the tensor-par",
-        ),
-        ({"strategy": "stream!"}, ValueError, "strategy: expected one of auto, sequential, overlap, got 'stream!'"),
-        ({"strategy": None}, TypeError, "strategy: expected a name or a Strategy, got NoneType"),
-        ({"qkvg": "cublas"}, ValueError, r"qkvg: expected one of skinny_gemv, torch\.mm, .* got 'cublas'"),
-        ({"qkvg": 1}, TypeError, "qkvg: expected the name of a backend, got int"),
-    ],
-)
-def test_options_are_checked(
-    cuda: FakeCuda, weights: Weights, options: dict[str, Any], error: type, words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        KdaProjection(*weights, **{"tp": 16, **options})
-    assert cuda.log == []
-
-
-def test_tokens_are_checked(cuda: FakeCuda, weights: Weights) -> None:
-    proj = project(weights)
-    for m, error in ((0, ValueError), (-1, ValueError), (True, TypeError), ("3", TypeError), (2.0, TypeError)):
-        for call in (proj.plan, proj.explain, lambda m: proj.warmup([m])):
-            with pytest.raises(error, match=r"^M: expected"):
-                call(m)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="fork: expected one of wide_first, side_first, got 'both'"):
-        Overlap(fork="both")  # type: ignore[arg-type]
-    assert cuda.log == []
+# --- the package ---------------------------------------------------------------------------------------------------
 
 
 def test_the_package_exports_it_lazily() -> None:

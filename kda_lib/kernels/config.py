@@ -25,6 +25,14 @@ def _require(holds: bool, name: str, expected: str, got: object, advice: str) ->
         raise ValueError(f"{name}: expected {expected}, got {got}; {advice}")
 
 
+def _require_counts(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an int, got {type(value).__name__}; pass a whole number")
+        _require(value >= 1, name, "at least 1", value, "use a positive number")
+
+
 @dataclass(frozen=True)
 class Launch:
     """Grid, block, cluster (CTAs along x), programmatic dependent launch or not, bytes of dynamic shared memory."""
@@ -78,12 +86,11 @@ class SkinnyNConfig:
         """Return self.
 
         Raises:
-            TypeError: m is not an int.
+            TypeError: a field has the wrong type.
             ValueError: the target lacks something, or the numbers do not divide.
         """
         check_tokens(self.m)
-        for name in ("n", "k", "rows", "split", "steps", "tokens", "groups"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name), "use a positive number")
+        _require_counts(self, "n", "k", "rows", "split", "steps", "tokens", "groups")
         _require(self.n % self.rows == 0, "rows", f"a divisor of n = {self.n}", self.rows, "every CTA owns whole rows")
         _require(self.k % VECTOR == 0, "k", f"a multiple of the vector, {VECTOR}", self.k, "pad K")
         unit = self.split * self.steps * VECTOR * WARP
@@ -138,12 +145,11 @@ class SkinnyKConfig:
         """Return self.
 
         Raises:
-            TypeError: m is not an int.
+            TypeError: a field has the wrong type.
             ValueError: the target lacks something, or the numbers do not divide.
         """
         check_tokens(self.m)
-        for name in ("n", "k", "rows", "row_tile", "tokens"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name), "use a positive number")
+        _require_counts(self, "n", "k", "x_stride", "rows", "row_tile", "tokens")
         _require(self.n % self.rows == 0, "rows", f"a divisor of n = {self.n}", self.rows, "every CTA owns whole rows")
         _require(self.k % VECTOR == 0, "k", f"a multiple of the vector, {VECTOR}", self.k, "pad K")
         _require(self.lanes <= WARP and self.lanes & (self.lanes - 1) == 0, "k", "8, 16, 32, 64, 128 or 256", self.k,
@@ -163,6 +169,8 @@ def _validate_target(arch: Arch, form: FmaForm, pdl: bool) -> None:
     # Whether the target has the instruction of this form is left to the assembler: compiling says it best.
     if not isinstance(form, FmaForm):
         raise TypeError(f"fma: expected an FmaForm, got {type(form).__name__}; use FmaForm.SHIFT")
+    if not isinstance(pdl, bool):
+        raise TypeError(f"pdl: expected a bool, got {type(pdl).__name__}; pass True or False")
     _require(not pdl or arch.has_pdl, "pdl", f"False on {arch}, which has no griddepcontrol", pdl, "use pdl=False")
 
 

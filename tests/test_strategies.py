@@ -1,0 +1,144 @@
+"""Plans as a pure function of facts, M and strategy; the words for them; strategies from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, dataclass
+from typing import Any
+
+import fake_flashinfer
+import pytest
+import torch
+from fake_cuda import FakeCuda, Weights, fake_cuda, layer_weights, random
+from fake_flashinfer import FLASHINFER_0_7_4
+
+from kda_lib import Arch, KdaProjection, KdaShapes, strategies
+from kda_lib.autotune import TuningTable
+from kda_lib.backends import Backend, Installed
+from kda_lib.runtime import Outputs, Runtime
+from kda_lib.shapes import HIDDEN
+from kda_lib.strategies import Facts, Overlap, Plan, Sequential, Strategy, make_plan
+
+HOPPER = Arch.parse("h200")
+UNKNOWN = Arch.of_capability((13, 0))
+TP16 = KdaShapes(16)
+
+
+@pytest.fixture
+def weights() -> Weights:
+    return layer_weights(16)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """An H200 without FlashInfer."""
+    fake_flashinfer.pretend_version(monkeypatch, None)
+    with fake_cuda(monkeypatch, HOPPER) as fake:
+        yield fake
+
+
+def project(weights: Weights, **options: Any) -> KdaProjection:
+    return KdaProjection(*weights, tp=16, **options)
+
+
+def facts(arch: Arch, installed: Installed = FLASHINFER_0_7_4, **fields: Any) -> Facts:
+    return Facts(arch, TP16, detect=lambda: installed, **fields)
+
+
+@pytest.mark.parametrize("arch", ["8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "10.7", "11.0", "12.0", "12.1", "13.0"])
+@pytest.mark.parametrize("installed", [Installed(), FLASHINFER_0_7_4], ids=["alone", "flashinfer"])
+def test_auto_is_overlap_up_to_the_limit_where_kernels_exist(arch: str, installed: Installed) -> None:
+    for m in (1, 2, 3, 8, 14, 15, 16, 17, 1000):
+        found = facts(Arch.parse(arch), installed)
+        plan = make_plan(found, m, None)
+        overlaps = m <= 14 and arch not in ("10.7", "13.0")
+        assert plan.strategy == (Overlap() if overlaps else Sequential())
+        assert plan == make_plan(found, m, None), "the same facts give the same plan"
+        assert [part for part, _ in plan.kernels] == (["F_A/beta", "F_B"] + ["QKVG"] * (m <= 2) if overlaps else [])
+    with pytest.raises(FrozenInstanceError):
+        plan.m = 3  # type: ignore[misc]
+
+
+def test_auto_takes_the_fastest_measured_strategy() -> None:
+    def plan(**times: float) -> Plan:
+        return make_plan(facts(HOPPER, table=TuningTable(strategy_us=dict.fromkeys((3, 17), times))), 3, None)
+
+    assert plan(sequential=25.0, overlap=26.0).strategy == Sequential()
+    assert plan(sequential=27.0, overlap=26.0).strategy == Overlap()
+    assert "fastest measured: sequential 25.0 us, overlap 26.0 us" in plan(sequential=25.0, overlap=26.0).reason
+    assert plan(sequential=25.0).strategy == Overlap(), "one time decides nothing"
+    assert plan(sequential=25.0, unheard_of=1.0).strategy == Overlap()
+    table = TuningTable(strategy_us={17: {"sequential": 25.0, "overlap": 20.0}}, overlap_limit=2)
+    assert make_plan(facts(HOPPER, table=table), 17, None).strategy == Sequential(), "overlap does not take 17"
+    assert make_plan(facts(HOPPER, table=table), 3, None).strategy == Sequential()
+    assert "above the overlap limit, 2" in make_plan(facts(HOPPER, table=table), 3, None).reason
+
+
+def test_explain(cuda: FakeCuda, weights: Weights) -> None:
+    assert project(weights).explain(3) == (
+        "sm_90a, TP16, M = 3: overlap (wide first), because overlap is the default up to M = 14, and no strategies "
+        "were measured against each other.\n"
+        "QKVG: torch.mm, because FlashInfer is not installed.\n"
+        "F_A/beta: kernel skinny_n (portable-shift FMA), 252 CTAs of 64 threads in clusters of 7, with PDL.\n"
+        "F_B: kernel skinny_k (portable-shift FMA), 32 CTAs of 384 threads, with PDL."
+    )
+    assert project(weights).explain(16) == (
+        "sm_90a, TP16, M = 16: sequential, because M is above the overlap limit, 14."
+    )
+
+
+def test_explicit_strategies_are_refused_where_they_cannot_run() -> None:
+    for arch, m, words in ((UNKNOWN, 3, "its kernels are not built for sm_130a"), (HOPPER, 17, "up to 16 tokens")):
+        with pytest.raises(ValueError, match=f"strategy: .*{words}.*use 'auto' or 'sequential'"):
+            make_plan(facts(arch), m, Overlap())
+        assert make_plan(facts(arch), m, Sequential()).strategy == Sequential()
+    tp6 = Facts(HOPPER, KdaShapes(6), detect=Installed)
+    with pytest.raises(
+        ValueError, match=r"strategy: .*its kernels are not configured for TP6 \(rows: expected a divisor"
+    ):
+        make_plan(tp6, 3, Overlap())
+    assert make_plan(tp6, 3, None).strategy == Sequential()
+    for tp in (4, 8, 16):
+        assert make_plan(Facts(HOPPER, KdaShapes(tp), detect=Installed), 14, None).strategy == Overlap()
+
+
+def test_a_backend_asked_for_must_run_there() -> None:
+    asked = facts(HOPPER, qkvg=Backend.SKINNY)
+    assert make_plan(asked, 2, Overlap()).backend is Backend.SKINNY
+    with pytest.raises(
+        ValueError, match=r"qkvg: expected a backend that runs on sm_90a for M = 3 \(torch\.mm, .*skinny"
+    ):
+        make_plan(asked, 3, Overlap())
+    with pytest.raises(ValueError, match="plan: expected one with a QKVG backend"):
+        _ = make_plan(asked, 2, Sequential()).backend
+
+
+@dataclass(frozen=True)
+class Zeros(Strategy):
+    """A strategy from outside: up to 2 tokens."""
+
+    name = "zeros"
+
+    def refusal(self, arch: Arch, shapes: KdaShapes, m: int) -> str | None:
+        return None if m <= 2 else "it takes up to 2 tokens"
+
+    def plan(self, facts: Facts, m: int, reason: str) -> Plan:
+        return Plan(m, self, reason)
+
+    def run(self, runtime: Runtime, plan: Plan, x: torch.Tensor, out: Outputs | None) -> Outputs:
+        shapes = runtime.shapes
+        return Outputs(*(runtime.empty(plan.m, n).zero_() for n in (shapes.qkvg_rows, shapes.f_b_rows, shapes.heads)))
+
+
+def test_registry_is_open(cuda: FakeCuda, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not project(weights, strategy=Zeros())(random(2, HIDDEN, 17)).qkvg.any()
+    monkeypatch.setattr(strategies, "STRATEGIES", dict(strategies.STRATEGIES))
+    strategies.register(Zeros())
+    for name in ("zeros", "auto"):
+        with pytest.raises(ValueError, match=f"expected a new name, got '{name}'"):
+            strategies.register(type("Other", (Zeros,), {"name": name})())
+    assert project(weights, strategy="zeros").plan(1).strategy == Zeros()
+    times = {"zeros": 1.0, "overlap": 2.0, "sequential": 3.0}
+    proj = project(weights, table=TuningTable(strategy_us={2: times, 3: times}))
+    assert proj.plan(2).strategy == Zeros()
+    assert proj.plan(3).strategy == Overlap()
