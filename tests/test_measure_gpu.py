@@ -142,16 +142,17 @@ def test_results_that_cannot_be_true_are_refused(device: DeviceInfo, profile: Pr
 
 
 def test_stamps_show_what_overlapped(weights: Weights) -> None:
-    """Two branches at once overlap, the same two in sequence do not."""
+    """A wide GEMM and a narrow one at once overlap, the same two in sequence do not."""
     side = torch.cuda.Stream()
     stamps = Stamps(slots=4 * LAYERS, device=weights.device)
     x = torch.randn(16, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    outs = [x.new_empty(16, SHAPES.packed_rows) for _ in range(2)]
+    # Two GEMMs that each fill the GPU would not run at once.
+    outs = [x.new_empty(16, rows) for rows in (SHAPES.packed_rows, SHAPES.fa_beta_rows)]
 
     def branch(layer: int, name: str, stream: torch.cuda.Stream, out: torch.Tensor) -> None:
         with torch.cuda.stream(stream):
             stamps.mark(layer, name, "start", stream)
-            torch.mm(x, weights.packed[layer].t(), out=out)
+            torch.mm(x, weights.packed[layer][: out.shape[1]].t(), out=out)
             stamps.mark(layer, name, "end", stream)
 
     def forked(layer: int, stream: torch.cuda.Stream) -> None:
@@ -172,7 +173,7 @@ def test_stamps_show_what_overlapped(weights: Weights) -> None:
         for layer in range(LAYERS):
             main, aside = found[Branch(layer, "main")], found[Branch(layer, "side")]
             assert 5 < main.length_us < 1000
-            assert (overlap_us(main, aside) > 5) is overlaps, (main, aside)
+            assert (overlap_us(main, aside) > 1) is overlaps, (main, aside)
             assert exposed_us(aside, main) < 1000
             if not overlaps:
                 assert aside.start_ns >= main.end_ns

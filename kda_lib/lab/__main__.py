@@ -165,6 +165,25 @@ def dsl_matrix() -> None:
 
 
 @app.command()
+def device_tests(gpu: Gpu = None) -> None:
+    """Run the tests that need a GPU and compute-sanitizer, and record them; exit 1 if any failed or found something."""
+    from kda_lib.lab.device_tests import run_device_tests
+
+    device = current_device()
+    profile = _profile(gpu)
+    if device is None or resolve_mode(profile, device) != "full":
+        _fail(f"{profile.name}: the GPU tests need its device, and there is none", WRONG_DEVICE)
+    result = run_device_tests(repo_root(), profile, device)
+    for row in result.rows:
+        if row["outcome"] != "passed":
+            print(f"{row['outcome']:8} {row['variant']}: {row['detail']}")
+    for claim in result.claims:
+        print(f"{'holds' if claim.holds else 'FAILS'} {claim.id}: {claim.statement}: {claim.value} {claim.unit}")
+    if result.status != "ok":
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def check_fresh(
     gpu: Annotated[list[str] | None, typer.Option(help="Profile that must be fresh; repeatable.")] = None,
 ) -> None:

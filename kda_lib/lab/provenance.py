@@ -35,6 +35,17 @@ SCRIPTS = {
         ("kda_lib/lab/matrix.py", "kda_lib/lab/sass.py"),
         ("kda_lib/arch.py", "kda_lib/compile.py", "kda_lib/diagnosis.py", "kda_lib/kernels/", "kda_lib/shapes.py"),
     ),
+    "device_tests": Script(
+        (
+            "kda_lib/lab/device_tests.py",
+            "kda_lib/lab/sanitized.py",
+            "tests/gpu_tools.py",
+            "tests/test_kernels_gpu.py",
+            "tests/test_measure_gpu.py",
+            "tests/test_projection_gpu.py",
+        ),
+        ("kda_lib/",),
+    ),
     "dsl_matrix": Script(
         ("kda_lib/lab/dsl_matrix.py", "kda_lib/lab/dsl_worker.py", "kda_lib/lab/data/repro_fma.py"),
         ("kda_lib/arch.py", "kda_lib/diagnosis.py", "kda_lib/kernels/probe.py", "kda_lib/kernels/ptx.py"),

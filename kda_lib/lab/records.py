@@ -59,6 +59,21 @@ COMPILE_FIELDS = {
     "smem_bytes": "static and dynamic shared memory per CTA, bytes",
     "seconds": "compile time, seconds",
 }
+VALIDATION_FIELDS = {
+    "outputs": "number of outputs compared",
+    "differing": "outputs that differ in a bit",
+    "over_one_ulp": "outputs more than one BF16 unit in the last place from the fp64 result rounded once",
+    "beyond_bound": "outputs further from fp64 than half a BF16 unit in the last place and what FP32 sums can lose",
+    "max_abs_error": "largest absolute error against the fp64 result",
+    "max_abs_error_rounded": "largest absolute error against the fp64 result rounded once to BF16",
+    "cosine": "cosine with the fp64 result rounded once to BF16",
+    "output_scale": "largest magnitude of the outputs compared",
+    "seeds": "number of seeds that inputs were drawn with",
+    "replays": "number of graph replays, each with another input",
+    "layers": "layers in the graph",
+    "kernel_nodes": "kernel nodes of the graph",
+    "lanes": "most kernels of the graph of which none waits for another",
+}
 EXTRA_FIELDS = {
     "cubin_sha256": "hash of the compiled cubin",
     "code_bytes": "size of the kernel's code, bytes",
@@ -75,7 +90,7 @@ EXTRA_FIELDS = {
     "config": "tuning configuration of the kernel",
     "detail": "anything else in words",
 }
-ROW_FIELDS = MEASUREMENT_FIELDS | COMPILE_FIELDS | EXTRA_FIELDS
+ROW_FIELDS = MEASUREMENT_FIELDS | COMPILE_FIELDS | VALIDATION_FIELDS | EXTRA_FIELDS
 """Every key that a row may have, with its meaning and unit."""
 
 _COMPARISONS = {

@@ -1,0 +1,101 @@
+"""The tests that need a GPU, and compute-sanitizer over the skinny kernels, recorded as a result file."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+from xml.etree import ElementTree
+
+from kda_lib.lab import provenance, records
+from kda_lib.lab.device import DeviceInfo, DeviceState, sample_state
+from kda_lib.lab.profile import Profile
+
+NAME = "device_tests"
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
+#: Exit code that compute-sanitizer is asked to give when it finds something.
+FOUND = 86
+
+
+def run_tests(root: Path) -> Iterator[dict[str, Any]]:
+    """One row a test: variant, outcome (passed, failed, skipped), detail, seconds."""
+    with tempfile.TemporaryDirectory(prefix="kda_lib-") as folder:
+        report = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        files = sorted(str(path.relative_to(root)) for path in (root / "tests").glob("test_*_gpu.py"))
+        subprocess.run([*command, *files], cwd=root, check=False)
+        for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - written by pytest just above
+            problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+            outcome = "passed" if problem is None else "skipped" if problem.tag == "skipped" else "failed"
+            message = "" if problem is None else (problem.get("message") or "").splitlines()[0][:200]
+            name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
+            yield {"variant": name, "outcome": outcome, "detail": message, "seconds": float(case.get("time", 0))}
+
+
+def run_sanitizers(root: Path) -> Iterator[dict[str, Any]]:
+    """One row a tool: clean, found something, or absent."""
+    tool = shutil.which("compute-sanitizer")
+    for name in SANITIZERS:
+        if tool is None:
+            yield {
+                "variant": name,
+                "outcome": "absent",
+                "detail": "compute-sanitizer is not on the path",
+                "seconds": 0.0,
+            }
+            continue
+        started = time.perf_counter()
+        command = [tool, "--tool", name, "--error-exitcode", str(FOUND), sys.executable, "-m", "kda_lib.lab.sanitized"]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+        outcome = "clean" if done.returncode == 0 and summary else "found" if done.returncode == FOUND else "failed"
+        last = summary or (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        detail = last[-1].strip("= ")[:200] if last else "it said nothing"
+        yield {"variant": name, "outcome": outcome, "detail": detail, "seconds": time.perf_counter() - started}
+
+
+def run_device_tests(root: Path, profile: Profile, device: DeviceInfo) -> records.Result:
+    """Run both and write ``reports/<profile>/results/device_tests.json``.
+
+    Raises:
+        records.ResultWriteError: the file system refused.
+    """
+    started = datetime.now(UTC)
+    inputs = provenance.inputs_sha256(Path(f"{NAME}.ipynb"), profile.name, root)
+    tests, tools = list(run_tests(root)), list(run_sanitizers(root))
+    failed = sum(row["outcome"] == "failed" for row in tests)
+    clean = sum(row["outcome"] == "clean" for row in tools)
+    claims = [
+        records.Claim(id="tests", statement="no GPU test failed", value=failed, unit=f"of {len(tests)} failed",
+                      bound="== 0", holds=failed == 0),
+        records.Claim(id="sanitizers", statement="compute-sanitizer finds nothing in the skinny kernels", value=clean,
+                      unit=f"of {len(tools)} tools clean", bound=f"== {len(tools)}", holds=clean == len(tools)),
+    ]  # fmt: skip
+    kept = device.model_dump(include=set(records.Gpu.model_fields))
+    before = DeviceState(clocks=device.clocks, throttle_reasons=device.throttle_reasons)
+    result = records.Result(
+        notebook=NAME,
+        run_id=f"{started:%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}",
+        started=started,
+        ended=datetime.now(UTC),
+        status="ok" if all(claim.holds for claim in claims) else "failed",
+        mode="full",
+        inputs_sha256=inputs,
+        git=records.Git(**provenance.git_state(root)),
+        parameters={"profile": profile.name},
+        environment=provenance.environment(),
+        gpu=records.Gpu(**kept, before=before, after=DeviceState(**sample_state())),
+        seeds={},
+        timing_method=None,
+        claims=claims,
+        rows=[*tests, *tools],
+    )
+    records.write_result(result, root / "reports" / profile.name / "results" / f"{NAME}.json")
+    return result
