@@ -34,10 +34,10 @@ $(STAMP): pyproject.toml requirements/lock-cpu.txt requirements/lock-cuda.txt
 	@touch $@
 
 reproduce: $(STAMP) ## Run the notebooks for GPU (default: the device that is there, else cpu) and regenerate the reports
-	@$(LAB) reproduce $(if $(GPU),--gpu "$(GPU)") $(if $(ONLY),--only "$(ONLY)")
+	@$(LAB) reproduce $(if $(GPU),--gpu "$(GPU)") $(if $(ONLY),--only "$(ONLY)",--matrix)
 
 test: $(STAMP) ## Run every test that this machine can run, and print the coverage
-	$(PY) -m pytest -q --cov=kda_lib
+	$(PY) -m pytest -q -n 2 --dist loadfile --cov=kda_lib
 
 lint: $(STAMP) ## Check style, types and the structure of the notebooks
 	$(PY) -m ruff check .

@@ -37,6 +37,10 @@ CUTE_DSL_CAPABILITIES: frozenset[Capability] = frozenset({(10, 0), (10, 3), (10,
 CUTE_DSL_TOKENS = 32
 
 
+#: Up to so many tokens our GEMV is taken unmeasured: it reads the weights at memory speed (notebook 05).
+RULE_TOKENS = 2
+
+
 class BrokenBackend(KdaError):
     """A backend is installed but does not work. It is never treated as absent."""
 
@@ -132,21 +136,22 @@ def runnable(arch: Arch, m: int, installed: Installed) -> tuple[Backend, ...]:
 def candidates(arch: Arch, m: int, installed: Installed) -> tuple[Backend, ...]:
     """The backends that measurement decides between: one alone where a rule decides."""
     found = runnable(arch, m, installed)
-    for preferred in (Backend.SKINNY, Backend.CUTE_DSL):
-        if preferred in found:
-            return (preferred,)
+    if Backend.SKINNY in found and m <= RULE_TOKENS:
+        return (Backend.SKINNY,)
+    if Backend.CUTE_DSL in found:
+        return (Backend.CUTE_DSL,)
     return found
 
 
 def select_backend(arch: Arch, shapes: KdaShapes, m: int, installed: Installed, table: TuningTable) -> Choice:
     """The backend for QKVG and the reason in words.
 
-    Our skinny GEMV for 1 and 2 tokens; FlashInfer's cute-dsl on :data:`CUTE_DSL_CAPABILITIES`, if accepted there;
-    elsewhere the fastest that ``table`` has for exactly this M, ``torch.mm`` where it has nothing.
+    Our skinny GEMV up to :data:`RULE_TOKENS`; FlashInfer's cute-dsl on :data:`CUTE_DSL_CAPABILITIES`, if accepted
+    there; elsewhere the fastest that ``table`` has for exactly this M, ``torch.mm`` where it has nothing.
     """
     options = candidates(arch, m, installed)
     if options == (Backend.SKINNY,):
-        return Choice(Backend.SKINNY, f"this library's skinny GEMV serves up to {GEMV_TOKENS} tokens")
+        return Choice(Backend.SKINNY, f"this library's skinny GEMV serves up to {RULE_TOKENS} tokens")
     flashinfer = f"FlashInfer {installed.flashinfer}"
     if options == (Backend.CUTE_DSL,):
         return Choice(Backend.CUTE_DSL, f"{flashinfer} accepts its cute-dsl backend on {arch}")

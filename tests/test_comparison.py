@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import example_result
 from fake_cuda import FakeCuda, fake_cuda, layer_weights
-from test_measure import DEVICE, PROFILE, FakeBench, noisy, variant
+from test_measure import DEVICE, PROFILE, FakeBench, noisy
+from test_measure import variant as plain_variant
 
 from kda_lib import Arch, autotune
 from kda_lib.autotune import OVERLAP_LIMIT, TuningTable, shipped_table
@@ -46,7 +47,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield fake
 
 
-def compare(tokens: tuple[int, ...] = (2, 3)) -> Comparison:
+def compare(tokens: tuple[int, ...] = (2, 13)) -> Comparison:
     packed, f_b = layer_weights(16)
     return Comparison(Weights(TP16, (packed, packed.flip(0)), (f_b, f_b)), tokens, seed=0)
 
@@ -88,13 +89,13 @@ def test_arrangements_run_as_shipped_on_their_own_layer(cuda: FakeCuda) -> None:
 
 def test_side_branch(cuda: FakeCuda) -> None:
     compared = compare()
-    x = compared.inputs[3]
-    branch = by_m(compared.side_branch())[3]
+    x = compared.inputs[13]
+    branch = by_m(compared.side_branch())[13]
     assert branch.flush, "its weights fit into L2"
     assert branch.bytes == 2 * (144 * 7168 + 768 * 128)
-    variant.enqueue(1, cuda.main)  # type: ignore[arg-type]
+    branch.enqueue(1, cuda.main)  # type: ignore[arg-type]
     assert launches(cuda) == ["skinny_n n=144 on main", "skinny_k n=768 on main"]
-    fa_beta, g1 = variant.results
+    fa_beta, g1 = branch.results
     wanted = x.double() @ compared.weights.packed[1][TP16.fa_beta_slice].double().T
     torch.testing.assert_close(fa_beta.double(), wanted, rtol=2**-7, atol=2**-7)
     exact_g1 = fa_beta[:, :128].double() @ compared.weights.f_b[1].double().T
@@ -105,7 +106,7 @@ def test_qkvg_alone_by_every_backend(cuda: FakeCuda) -> None:
     compared = compare()
     variants = compared.qkvg()
     assert [(v.name, v.m, v.pdl) for v in variants] == [
-        ("qkvg_gemv", 2, True), ("qkvg_torch_mm", 2, False), ("qkvg_torch_mm", 3, False),
+        ("qkvg_gemv", 2, True), ("qkvg_torch_mm", 2, False), ("qkvg_torch_mm", 13, False),
     ]  # fmt: skip
     for variant in variants:
         assert variant.m
@@ -117,7 +118,7 @@ def test_qkvg_alone_by_every_backend(cuda: FakeCuda) -> None:
 def test_qkvg_alone_with_flashinfer(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     fake_flashinfer.install(monkeypatch, calls)
-    variants = {v.name: v for v in compare((3,)).qkvg()}
+    variants = {v.name: v for v in compare((13,)).qkvg()}
     assert list(variants) == ["qkvg_torch_mm", "qkvg_cublaslt", "qkvg_tinygemm", "qkvg_tinygemm_pdl"]
     for name, call in {
         "qkvg_cublaslt": ("mm_bf16", "cublaslt", False, (7168, 3072)),
@@ -133,7 +134,7 @@ def test_qkvg_alone_with_flashinfer(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
 def test_whole_peers(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = compare()
     assert [(v.name, v.m) for v in compared.whole_peers()] == [
-        (name, m) for m in (2, 3) for name in ("torch_packed", "torch_split")
+        (name, m) for m in (2, 13) for name in ("torch_packed", "torch_split")
     ]
     assert compared.tuned_peers() == []
     monkeypatch.setattr(comparison.peers, "absent", lambda arch: {})
@@ -144,7 +145,7 @@ def test_whole_peers(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert tuned == [], "tuning cuBLASLt would change what is captured after it"
     assert {v.name for v in compared.tuned_peers()} == {"qkvg_cublaslt_tuned", "cublaslt_tuned_split"}
-    assert tuned == [2, 3]
+    assert tuned == [2, 13]
 
 
 def test_a_repeat_has_its_own_names() -> None:
@@ -161,10 +162,10 @@ def test_stamps_enclose_both_branches(cuda: FakeCuda) -> None:
         def mark(self, layer: int, branch: str, edge: str, stream: Any) -> None:
             cuda.log.append(f"{branch} {edge} of {layer} on {stream.name}")
 
-    compared = compare((3,))
+    compared = compare((13,))
     runtime = comparison.StampedRuntime(Stamps(), 1, compared.weights)  # type: ignore[arg-type]
-    plan = make_plan(Facts(HOPPER, TP16), 3, ARRANGEMENTS["overlap"])
-    plan.strategy.run(runtime, plan, compared.inputs[3], None)
+    plan = make_plan(Facts(HOPPER, TP16), 13, ARRANGEMENTS["overlap"])
+    plan.strategy.run(runtime, plan, compared.inputs[13], None)
     lines = launches(cuda)
     side = lines[0].split()[0]
     assert lines == [
@@ -209,19 +210,19 @@ def row(variant: str, m: int | None, us: float, tp: int = 8, **fields: Any) -> d
 ROWS = [
     row("qkvg_gemv", 2, 22.0),
     row("qkvg_torch_mm", 2, 26.0),
-    row("qkvg_torch_mm", 3, 26.45678),
-    row("qkvg_torch_mm_again", 3, 20.0),
-    row("qkvg_tinygemm", 3, 24.0),
-    row("qkvg_cublaslt", 3, 24.5),
-    row("qkvg_tinygemm_pdl", 3, 25.0),
-    row("qkvg_cublaslt_tuned", 3, 19.0),
-    *(row("sequential", m, 29.0) for m in (2, 3, 4, 5)),
-    *(row("overlap", m, us) for m, us in ((2, 25.0), (3, 29.0), (4, 29.5), (5, 25.0))),
-    row("overlap_side_first", 3, 20.0),
-    row("overlap_repeat", 3, 20.0),
-    row("torch_packed", 3, 20.0),
+    row("qkvg_torch_mm", 13, 26.45678),
+    row("qkvg_torch_mm_again", 13, 20.0),
+    row("qkvg_tinygemm", 13, 24.0),
+    row("qkvg_cublaslt", 13, 24.5),
+    row("qkvg_tinygemm_pdl", 13, 25.0),
+    row("qkvg_cublaslt_tuned", 13, 19.0),
+    *(row("sequential", m, 29.0) for m in (2, 13, 14, 15)),
+    *(row("overlap", m, us) for m, us in ((2, 25.0), (13, 29.0), (14, 29.5), (15, 25.0))),
+    row("overlap_side_first", 13, 20.0),
+    row("overlap_repeat", 13, 20.0),
+    row("torch_packed", 13, 20.0),
     row("read_bulk", None, 20.0),
-    {"kernel": "skinny_n", "M": 3, "target": "sm_90a", "outcome": "ok"},
+    {"kernel": "skinny_n", "M": 13, "target": "sm_90a", "outcome": "ok"},
 ]
 GPU = {
     "name": "NVIDIA Imaginary", "capability": "9.0", "sms": 132, "memory_bytes": 1, "l2_bytes": 1,
@@ -234,12 +235,12 @@ def test_the_table_holds_what_the_library_can_choose() -> None:
     table = tuning_table(ROWS, tp=8)
     assert table.qkvg_us == {
         2: {Backend.SKINNY: 22.0, Backend.TORCH: 26.0},
-        3: {
+        13: {
             Backend.TORCH: 26.457, Backend.TINYGEMM: 24.0, Backend.CUBLASLT: 24.5, Backend.TINYGEMM_PDL: 25.0,
         },
     }  # fmt: skip
-    assert table.strategy_us[3] == {"sequential": 29.0, "overlap": 29.0}
-    assert table.overlap_limit == 3, "it loses at 4; that it wins again at 5 does not raise a limit"
+    assert table.strategy_us[13] == {"sequential": 29.0, "overlap": 29.0}
+    assert table.overlap_limit == 13, "it loses at 14; that it wins again at 15 does not raise a limit"
     assert tuning_table(ROWS, tp=4) == TuningTable()
     assert tuning_table(ROWS[:8], tp=8).overlap_limit == OVERLAP_LIMIT
     assert tuning_table([row("overlap", 1, 2.0), row("sequential", 1, 1.0)], tp=8).overlap_limit == 0
@@ -260,12 +261,12 @@ def test_what_is_written_is_what_the_library_chooses_by(tmp_path: Path, monkeypa
     assert shipped_table(shapes, "NVIDIA H200") == TuningTable()
     assert json.loads((folder / "h200.json").read_text())["tp"] == 8
     assert [file.name for file in folder.iterdir()] == ["h200.json"]
-    assert select_backend(HOPPER, shapes, 3, detect_installed(), written).backend is Backend.TINYGEMM
+    assert select_backend(HOPPER, shapes, 13, detect_installed(), written).backend is Backend.TINYGEMM
     facts = Facts(HOPPER, shapes, written)
-    assert [make_plan(facts, m, None).strategy.name for m in (2, 4, 5, 6)] == [
+    assert [make_plan(facts, m, None).strategy.name for m in (2, 14, 15, 16)] == [
         "overlap", "sequential", "overlap", "sequential",
     ]  # fmt: skip
-    assert autotune.untuned(HOPPER, [3], detect_installed(), written) == [], "nothing is left to measure"
+    assert autotune.untuned(HOPPER, [13], detect_installed(), written) == [], "nothing is left to measure"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_no_table_from_anything_else(tmp_path: Path, changes: dict[str, Any], me
 
 def test_verdicts_of_a_repeat_need_no_other_functions() -> None:
     medians = {"sequential_repeat": 29.0, "overlap_repeat": 25.0}
-    variants = repeated([variant("sequential"), variant("overlap")])
+    variants = repeated([plain_variant("sequential"), plain_variant("overlap")])
     rows = measure(
         variants, layers=8, samples=20, seed=1, device=DEVICE, profile=PROFILE, bench=FakeBench(noisy(medians))
     ).rows

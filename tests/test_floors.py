@@ -180,7 +180,7 @@ def test_out_is_written_only_where_it_is_given() -> None:
 def test_dynamic_shared_memory_reaches_the_launch() -> None:
     config = floor_configs(HOPPER, SHAPES, 132)["read_bulk"]
     launch = _launch_config(compile_kernel(config, HOPPER))
-    assert launch.sharedMemBytes == config.launch.smem == 13 * (16 * 1024 + 8)
+    assert launch.sharedMemBytes == config.launch.smem == config.stages * (config.stage_bytes + 8)
 
 
 def test_large_shared_memory_is_asked_for_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

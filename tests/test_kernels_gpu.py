@@ -14,9 +14,15 @@ from kernel_threads import random_bits, special_bits
 from kda_lib import Arch, KdaShapes
 from kda_lib import reference as ref
 from kda_lib.compile import KernelConfig
-from kda_lib.kernels.config import SkinnyNConfig, qkvg_gemv_config, skinny_k_config, skinny_n_config
+from kda_lib.kernels.config import (
+    GEMV_TOKENS,
+    SkinnyNConfig,
+    qkvg_gemv_config,
+    skinny_k_config,
+    skinny_n_config,
+)
 from kda_lib.runtime import loaded_kernel
-from kda_lib.shapes import MAX_TOKENS
+from kda_lib.shapes import HIDDEN, MAX_TOKENS
 
 pytestmark = GPU_ONLY
 
@@ -81,21 +87,20 @@ def test_skinny_kernels_of_other_degrees(arch: Arch, tp: int) -> None:
 def test_the_gemv_equals_the_host_model(arch: Arch, seed: int, tp: int) -> None:
     """96 rows are modelled; the weight repeats them in an order of its own, and every row of the output is checked."""
     rng = np.random.default_rng(seed)
-    config = qkvg_gemv_config(arch, 2, KdaShapes(tp))
-    rows = rng.integers(96, size=config.n)
-    for x, few in input_pairs(rng, 2, 96, config.k):
-        want = ref.model_skinny_n(replace(config, n=96), x, few)[:, rows]
+    rows = rng.integers(96, size=KdaShapes(tp).qkvg_rows)
+    for x, few in input_pairs(rng, GEMV_TOKENS, 96, HIDDEN):
         on_device, weight = device(x), device(few)[torch.from_numpy(rows).cuda()]
-        for m in (1, 2):
-            got = launched(qkvg_gemv_config(arch, m, KdaShapes(tp)), arch, on_device[:m], weight)
-            np.testing.assert_array_equal(got, want[:m])
+        for m in range(1, GEMV_TOKENS + 1):
+            config = qkvg_gemv_config(arch, m, KdaShapes(tp))
+            want = ref.model_skinny_n(replace(config, n=96), x[:m], few)[:, rows]
+            np.testing.assert_array_equal(launched(config, arch, on_device[:m], weight), want)
 
 
 def hazard_configs(arch: Arch) -> Iterator[KernelConfig]:
     for m in (1, 2, 8, 14, 16):
         yield skinny_n_config(arch, m, TP8)
         yield skinny_k_config(arch, m, TP8)
-    yield from (qkvg_gemv_config(arch, m, TP8) for m in (1, 2))
+    yield from (qkvg_gemv_config(arch, m, TP8) for m in range(1, GEMV_TOKENS + 1))
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["as built", "wait removed"])
@@ -112,8 +117,10 @@ def test_kernels_wait_for_their_input(arch: Arch, late_copy: LateCopy, waits: bo
         w = torch.randn(config.n, config.k, device="cuda").bfloat16()
         want = launched(config, arch, source, w)
         x, out = torch.zeros_like(source), torch.empty(config.m, config.n, dtype=torch.bfloat16, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        # The first launch loads the kernel, which waits for the device.
+        kernel(x.data_ptr(), w.data_ptr(), out.data_ptr(), stream=stream)
         torch.cuda.synchronize()
         late_copy(source, x)
-        stream = torch.cuda.current_stream().cuda_stream
         kernel(x.data_ptr(), w.data_ptr(), out.data_ptr(), stream=stream)
         assert np.array_equal(ref.bits_of_tensor(out), want) is waits, config

@@ -116,9 +116,9 @@ CLUSTER = {
     "a load off by one element": (FIRST_X_LOAD, r"\1\2+2]", {Check.ALIGNMENT}),
     "no cluster barrier": (r"barrier\.cluster\.(arrive\.relaxed|wait);", "", {Check.PEER_ALIVE, Check.RACE}),
     "no cluster arrive": (r"barrier\.cluster\.arrive\.relaxed;", "", {Check.CLUSTER_BARRIER}),
-    "a cluster wait that only one warp makes": (
+    "a cluster wait that the sending warp does not make": (
         r"barrier\.cluster\.wait;",
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32; @p barrier.cluster.wait; }",
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.ge.u32 p, t, 32; @p barrier.cluster.wait; }",
         {Check.PEER_ALIVE},
     ),
     "no mbarrier fence": (r"fence\.mbarrier_init\.release\.cluster;", "", {Check.RACE}),
@@ -131,7 +131,11 @@ CLUSTER = {
         r"{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.ge.u32 p, t, 32; @p \1 }",
         {Check.BARRIER},
     ),
-    "partial sums on top of each other": (r"(st\.async[^[]*\[)%r\d+", r"\1%r36", {Check.RACE}),
+    "partial sums on top of each other": (
+        r"(st\.async[^[]*\[)(%r\d+)(\][^;]*;)",
+        r"{ .reg .b32 a; and.b32 a, \2, -128; \1a\3 }",
+        {Check.RACE},
+    ),
     "shuffle among half a warp": (r"(shfl\.sync\.bfly\.b32[^;]*), -1;", r"\1, 65535;", {Check.SHUFFLE}),
     "output into the weights": (
         r"st\.global\.b16 \[%rd\d+\]",

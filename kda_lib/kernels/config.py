@@ -17,7 +17,7 @@ WARP = 32
 MAX_THREADS = 1024
 MAX_CLUSTER = 8
 #: Most tokens for which QKVG has a skinny kernel; the same as in vLLM pull request 55426.
-GEMV_TOKENS = 2
+GEMV_TOKENS = 4
 
 
 def _require(holds: bool, name: str, expected: str, got: object, advice: str) -> None:
@@ -219,22 +219,25 @@ def skinny_k_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None 
 
 
 def qkvg_gemv_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyNConfig:
-    """The configuration of QKVG for one or two tokens on this target. It is to be tuned on a GPU: nothing is measured.
+    """The configuration of QKVG for 1 to :data:`GEMV_TOKENS` tokens on this target, measured on an H200.
 
-    One CTA reads all of K for 4 rows, so that the QKVG rows alone fill the chip; no cluster is needed.
+    Targets with clusters: a few CTAs share K. Others: one CTA reads all of K, so that no cluster is needed.
 
     Raises:
-        ValueError: m is above :data:`GEMV_TOKENS`.
+        ValueError: m is above :data:`GEMV_TOKENS`, where tensor cores are faster.
     """
     check_tokens(m, GEMV_TOKENS)
+    rows, split, steps = (4, 2, 1) if m == 1 else (8, 4, 1) if m <= 3 else (4, 1, 2)
+    if not arch.has_clusters:
+        rows, split, steps = 4, 1, 2
     return SkinnyNConfig(
         m=m,
         n=shapes.qkvg_rows,
         k=HIDDEN,
-        rows=4,
-        split=1,
-        steps=4,
-        tokens=m,
+        rows=rows,
+        split=split,
+        steps=steps,
+        tokens=_power_of_two(m),
         groups=1,
         fma=form or default_form(arch),
         pdl=arch.has_pdl,

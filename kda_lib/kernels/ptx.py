@@ -88,12 +88,18 @@ def store_async(address: Int32, value: Float32, barrier: Int32) -> None:
     asm(code, [], [address, value.bitcast(Uint32), barrier], ordered=True)
 
 
-def expect_bytes(barrier: Int32, count: int) -> None:
-    """Make a fresh mbarrier whose first phase ends when ``count`` bytes have arrived, visible to the whole cluster:
-    ``mbarrier.init``, ``mbarrier.arrive.expect_tx``, ``fence.mbarrier_init.release.cluster``. One thread calls it.
+def init_barrier(barrier: Int32) -> None:
+    """Make an mbarrier that one thread arrives on, visible to the whole cluster: ``mbarrier.init``,
+    ``fence.mbarrier_init.release.cluster``. One thread calls it.
     """
     asm("mbarrier.init.shared::cta.b64 [$0], 1;", [], [barrier], ordered=True)
     asm("fence.mbarrier_init.release.cluster;", [], [], ordered=True)
+
+
+def expect_bytes(barrier: Int32, count: int) -> None:
+    """Arrive, and let the phase end when ``count`` bytes have arrived as well, before or after:
+    ``mbarrier.arrive.expect_tx``. One thread calls it.
+    """
     asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [], [barrier, Int32(count)], ordered=True)
 
 

@@ -19,7 +19,7 @@ from cutlass.cute.runtime import make_ptr
 
 from kda_lib.kernels.config import WARP
 from kda_lib.kernels.lab_config import BARRIER_BYTES, VECTOR_BYTES, ReadBulkConfig, ReadLoadsConfig
-from kda_lib.kernels.ptx import asm
+from kda_lib.kernels.ptx import asm, expect_bytes
 
 
 class _Reader:
@@ -208,11 +208,6 @@ def publish_barriers() -> None:
 def fence_async_proxy() -> None:
     """Order this thread's accesses to shared memory before later ones of the asynchronous proxy."""
     asm("fence.proxy.async.shared::cta;", [], [], ordered=True)
-
-
-def expect_bytes(barrier: Int32, count: int) -> None:
-    """``mbarrier.arrive.expect_tx``: the phase ends when ``count`` bytes have arrived."""
-    asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [], [barrier, Int32(count)], ordered=True)
 
 
 def wait_parity(barrier: Int32, parity: Int32) -> None:

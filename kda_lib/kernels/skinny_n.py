@@ -65,7 +65,7 @@ class SkinnyN:
             gathered = cute.arch.alloc_smem(Float32, c.split * values, alignment=16).toint()
             arrived = cute.arch.alloc_smem(Int64, 1).toint()
             if rank == 0 and thread == 0:
-                ptx.expect_bytes(arrived, c.split * values * 4)
+                ptx.init_barrier(arrived)
             # Nobody may send before the barrier exists.
             cute.arch.cluster_arrive_relaxed()
         if cutlass.const_expr(c.pdl):
@@ -92,6 +92,10 @@ class SkinnyN:
             for value in cutlass.range(thread, values, c.launch.block, unroll=1):
                 ptx.store_async(outbox + value * 4, self.total(partial, value, c.warps, values), remote_arrived)
             if rank == 0:
+                # Only now: the phase stays open until this arrival, and racecheck takes an arrival right after the
+                # barrier's initialisation for a race.
+                if thread == 0:
+                    ptx.expect_bytes(arrived, c.split * values * 4)
                 ptx.wait_bytes(arrived)
                 self.store(out, gathered, c.split, values, first_row, thread)
         else:

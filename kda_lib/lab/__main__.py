@@ -98,6 +98,7 @@ def reproduce(
         typer.Option(help="Run this notebook alone (01 or its name); repeatable."),
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one notebook may take.")] = nbtools.TIME_LIMIT_S,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Compile the matrix anew first, minutes if cold.")] = False,
 ) -> None:
     """Run the notebooks for a profile and regenerate its reports and the index. Exit 3: the device is another GPU."""
     from kda_lib.lab import runner
@@ -113,7 +114,7 @@ def reproduce(
     where = f"on {device.name}" if device and mode == "full" else f"for {profile.target}; nothing runs on a GPU"
     console.print(f"{profile.name}: {mode}, {where}", highlight=False)
     used = device if mode == "full" else None
-    if not only:
+    if matrix:
         _refresh_matrix(root)
     try:
         with runner.exclusive(root, profile.name), Progress(console) as progress:
