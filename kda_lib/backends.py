@@ -37,7 +37,7 @@ CUTE_DSL_CAPABILITIES: frozenset[Capability] = frozenset({(10, 0), (10, 3), (10,
 CUTE_DSL_TOKENS = 32
 
 
-#: Up to so many tokens our GEMV is taken unmeasured: it reads the weights at memory speed (notebook 05).
+#: Up to so many tokens our GEMV is taken unmeasured: it reads the weights at memory speed, notebook 05 measures it.
 RULE_TOKENS = 2
 
 

@@ -144,16 +144,22 @@ def tuned(
 
 
 def test_only_where_there_is_a_choice(bench: Bench, store: TuningStore) -> None:
-    """M = 1 and 2 have one backend, and so have Blackwell and a machine without FlashInfer. The limit is set anyway."""
+    """M = 1 and 2 have one backend, and so have Blackwell and, above M = 4, a machine without FlashInfer.
+
+    The limit is set anyway.
+    """
     tables = [
         tuned(store, [1, 2]),
         tuned(store, [1, 2, 3, 16], arch=BLACKWELL),
-        tuned(store, [1, 3, 16], installed=Installed()),
+        tuned(store, [1, 2, 5, 16], installed=Installed()),
     ]
     assert bench.measured == []
     assert not store.folder.exists()
     tables.append(tuned(store, [1, 2, 3, 16]))
     assert bench.measured == [3, 16]
+    tables.append(tuned(store, [1, 2, 4, 5], installed=Installed()))
+    assert bench.measured == [3, 16, 4]
+    assert set(tables[-1].qkvg_us[4]) == {Backend.SKINNY, MM}
     assert {table.overlap_limit for table in tables} == {OVERLAP_LIMIT}
 
 

@@ -30,7 +30,7 @@ from kda_lib.shapes import KdaShapes
 TP8 = KdaShapes(8)
 NOTHING = Installed()
 EMPTY = TuningTable()
-TOKENS = (1, 2, 3, 8, 14, 16)
+TOKENS = (1, 2, 3, 4, 5, 14, 16)
 
 GEMV, MM, CUTE = Backend.SKINNY, Backend.TORCH, Backend.CUTE_DSL
 TINY, PDL, LT = Backend.TINYGEMM, Backend.TINYGEMM_PDL, Backend.CUBLASLT
@@ -79,6 +79,20 @@ def test_selector_table(capability: tuple[int, int], m: int) -> None:
     assert select_backend(arch, TP8, m, FLASHINFER_0_7_4, times).backend is measured
 
 
+@pytest.mark.parametrize("m", [3, 4])
+@pytest.mark.parametrize("capability", TABLE, ids=str)
+def test_measured_gemv(capability: tuple[int, int], m: int) -> None:
+    """Where it runs and cute-dsl is not preferred, it is taken for M = 3, 4 exactly if its time is the best."""
+    arch = Arch.of_capability(capability)
+    few, without, unmeasured, _ = TABLE[capability]
+    fast, slow = table(skinny=19, cublaslt=20, torch=22), table(skinny=23, cublaslt=24, torch=22)
+    assert select_backend(arch, TP8, m, NOTHING, fast).backend is few
+    assert select_backend(arch, TP8, m, FLASHINFER_0_7_4, fast).backend is (CUTE if unmeasured is CUTE else few)
+    for times, tokens in ((slow, m), (fast, 5)):
+        assert select_backend(arch, TP8, tokens, NOTHING, times).backend is without
+    assert select_backend(arch, TP8, m, FLASHINFER_0_7_4, slow).backend is unmeasured
+
+
 @pytest.mark.parametrize("capability", TABLE, ids=str)
 @pytest.mark.parametrize("installed", [NOTHING, FLASHINFER_0_7_4], ids=["alone", "flashinfer"])
 def test_the_choice_is_pure_runnable_and_explained(capability: tuple[int, int], installed: Installed) -> None:
@@ -95,12 +109,13 @@ def test_the_choice_is_pure_runnable_and_explained(capability: tuple[int, int], 
     ("capability", "m", "installed", "times", "words"),
     [
         ((9, 0), 2, NOTHING, EMPTY, "this library's skinny GEMV serves up to 2 tokens"),
-        ((9, 0), 3, NOTHING, EMPTY, "FlashInfer is not installed"),
+        ((9, 0), 3, NOTHING, EMPTY, "none of skinny_gemv, torch.mm has been measured on this device for M = 3, TP8"),
+        ((9, 0), 5, NOTHING, EMPTY, "FlashInfer is not installed"),
         ((10, 0), 3, FLASHINFER_0_7_4, EMPTY, "FlashInfer 0.7.4 accepts its cute-dsl backend on sm_100a"),
         ((13, 0), 3, FLASHINFER_0_7_4, EMPTY, "accepts none of its backends used here on sm_130a for M = 3"),
         ((9, 0), 3, FLASHINFER_0_7_4, EMPTY, "been measured on this device for M = 3, TP8"),
-        ((9, 0), 3, FLASHINFER_0_7_4, table(torch=26.44, tinygemm=24.3),
-         "fastest measured for M = 3: flashinfer-tinygemm 24.3 us, torch.mm 26.4 us"),
+        ((9, 0), 3, FLASHINFER_0_7_4, table(skinny=23.96, torch=26.44, tinygemm=24.3),
+         "fastest measured for M = 3: skinny_gemv 24.0 us, flashinfer-tinygemm 24.3 us, torch.mm 26.4 us"),
     ],
 )  # fmt: skip
 def test_reasons(capability: tuple[int, int], m: int, installed: Installed, times: TuningTable, words: str) -> None:
@@ -119,15 +134,22 @@ def test_cute_dsl_only_where_accepted(capability: tuple[int, int]) -> None:
     """A version that has tinygemm there but not cute-dsl; and more tokens than cute-dsl takes."""
     arch = Arch.of_capability(capability)
     older = Installed("0.6.0", FLASHINFER_0_7_4.accepts - {(CUTE, capability)})
-    assert candidates(arch, 3, older) == (MM, LT, TINY, PDL)
+    assert candidates(arch, 5, older) == (MM, LT, TINY, PDL)
     assert candidates(arch, 32, FLASHINFER_0_7_4) == (CUTE,)
     assert candidates(arch, 33, FLASHINFER_0_7_4) == (MM, LT, TINY, PDL)
 
 
-def test_a_rule_leaves_one_candidate_and_hopper_has_four() -> None:
-    assert candidates(Arch.parse("h100"), 1, FLASHINFER_0_7_4) == (GEMV,)
-    assert candidates(Arch.parse("h100"), 3, FLASHINFER_0_7_4) == (MM, LT, TINY, PDL)
-    assert candidates(Arch.parse("a100"), 3, FLASHINFER_0_7_4) == (MM, LT)
+def test_a_rule_leaves_one_candidate_and_hopper_has_five() -> None:
+    for m in (1, 2):
+        assert candidates(Arch.parse("h100"), m, FLASHINFER_0_7_4) == (GEMV,)
+    for m in (3, 4):
+        assert candidates(Arch.parse("h100"), m, FLASHINFER_0_7_4) == (GEMV, MM, LT, TINY, PDL)
+        assert candidates(Arch.parse("a100"), m, FLASHINFER_0_7_4) == (GEMV, MM, LT)
+        assert candidates(Arch.parse("h100"), m, NOTHING) == (GEMV, MM)
+        assert candidates(Arch.of_capability((13, 0)), m, NOTHING) == (MM,)
+    assert candidates(Arch.parse("h100"), 5, FLASHINFER_0_7_4) == (MM, LT, TINY, PDL)
+    assert candidates(Arch.parse("a100"), 5, FLASHINFER_0_7_4) == (MM, LT)
+    assert candidates(Arch.parse("h100"), 5, NOTHING) == (MM,)
     assert runnable(Arch.parse("b200"), 2, FLASHINFER_0_7_4) == tuple(Backend)
 
 

@@ -1,6 +1,7 @@
 """The command line and the Makefile: exit codes, one-line errors, what they print."""
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from kda_lib.lab import __main__ as cli
 from kda_lib.lab import nbtools, runner
 from kda_lib.lab.device import DeviceInfo
 from kda_lib.lab.profile import profile_names
-from kda_lib.lab.provenance import inputs_sha256
+from kda_lib.lab.provenance import SCRIPTS, inputs_sha256
 from kda_lib.lab.records import write_result
 
 H200 = DeviceInfo(name="NVIDIA H200", index=0, capability="9.0", sms=132, memory_bytes=1, l2_bytes=1)
@@ -55,9 +56,9 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 
 def put_result(root: Path, name: str, profile: str, **changes: object) -> Path:
-    """Place a result file in the clone, made from its present inputs if the notebook is there."""
+    """Place a result file in the clone, made from its present inputs if they are there."""
     notebook = root / "notebooks" / f"{name}.ipynb"
-    if notebook.is_file():
+    if notebook.is_file() or name in SCRIPTS:
         changes = {"inputs_sha256": inputs_sha256(notebook, profile, root)} | changes
     path = root / "reports" / profile / "results" / f"{name}.json"
     write_result(example_result(notebook=name, parameters={"profile": profile}, **changes), path)
@@ -174,6 +175,32 @@ def test_check_fresh_names_what_changed(here: Path, make_notebook: NotebookMaker
     assert "reports/index.html is missing" in run("check-fresh")[1]
 
 
+def test_check_fresh_of_results_that_commands_make(here: Path) -> None:
+    """They need neither a notebook nor a page, and each goes by its own files."""
+    for name in ("compile_matrix", "dsl_matrix"):
+        put_result(here, name, "cpu")
+    run("index")
+    assert not re.search(r"href=.cpu/(compile|dsl)_matrix.html", (here / "reports/index.html").read_text())
+
+    def states() -> dict[str, str]:
+        code, stdout, _ = run("check-fresh")
+        found = dict(line.split(maxsplit=2)[1:] for line in stdout.splitlines()[1:])
+        assert code == (set(found.values()) != {"fresh"})
+        return found
+
+    assert states() == {"compile_matrix": "fresh", "dsl_matrix": "fresh"}
+    for name, changed in (
+        ("report", {}),
+        ("matrix", {"compile_matrix": "stale: notebook changed"}),
+        ("dsl_worker", {"dsl_matrix": "stale: notebook changed"}),
+    ):
+        file = here / f"kda_lib/lab/{name}.py"
+        old = file.read_text()
+        file.write_text(old + "# touched\n")
+        assert states() == {"compile_matrix": "fresh", "dsl_matrix": "fresh"} | changed
+        file.write_text(old)
+
+
 def test_check_fresh_keeps_other_hardware_apart(here: Path, make_notebook: NotebookMaker) -> None:
     make_notebook("01_good", "1 + 1")
     reproduce(here)
@@ -276,11 +303,23 @@ def test_make_help_is_the_default_and_lists_every_target(tmp_path: Path) -> None
 
 def test_make_passes_the_gpu_and_not_the_environments(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU", "from-the-environment")
-    assert make(here, "-n", "reproduce").stdout.split()[-1] == "reproduce"
-    assert (
-        'kda_lib.lab reproduce --gpu "h100" --only "01"\n'
-        in make(here, "-n", "reproduce", "GPU=h100", "ONLY=01").stdout
-    )
+    monkeypatch.setenv("ONLY", "from-the-environment")
+    for given, passed in (
+        ((), "--matrix"),
+        (("GPU=h100",), '--gpu "h100" --matrix'),
+        (("ONLY=01",), '--only "01"'),
+        (("GPU=h100", "ONLY=01"), '--gpu "h100" --only "01"'),
+    ):
+        last = make(here, "-n", "reproduce", *given).stdout.splitlines()[-1]
+        assert last.split("kda_lib.lab reproduce", 1)[1].split() == passed.split()
+
+
+@pytest.mark.parametrize("command", ["notebooks", "check-fresh", "verify-claims", "compile-matrix", "dsl-matrix"])
+def test_make_targets_call_commands_that_exist(here: Path, command: str) -> None:
+    last = make(here, "-n", command).stdout.splitlines()[-1]
+    called = last.split("kda_lib.lab ", 1)[1].split()[0]
+    assert called == ("strip" if command == "notebooks" else command)
+    assert called in {found.name or found.callback.__name__.replace("_", "-") for found in cli.app.registered_commands}
 
 
 def test_make_setup_says_what_is_missing(here: Path) -> None:

@@ -97,7 +97,7 @@ def out_of(m: int = 3) -> list[Any]:
 
 def test_out_is_checked(cuda: FakeCuda, weights: Weights) -> None:
     x = random(3, HIDDEN, 19)
-    proj = project(weights, strategy="overlap")
+    proj = project(weights, strategy="overlap", qkvg="torch.mm")
     proj.warmup([3])
     launches(cuda)
     both = zeros(2, 3 * 768 + 3 * 3072).view(-1)

@@ -293,6 +293,34 @@ def test_a_touched_file_makes_its_kind_stale(repo: Path, name: str, stale: list[
     assert stale_inputs(made, repo) == stale
 
 
+@pytest.mark.parametrize(
+    ("script", "name", "stale"),
+    [
+        ("compile_matrix", "kda_lib/lab/matrix.py", ["notebook"]),
+        ("compile_matrix", "kda_lib/lab/sass.py", ["notebook"]),
+        ("compile_matrix", "kda_lib/arch.py", ["kda_lib"]),
+        ("compile_matrix", "kda_lib/kernel.py", []),
+        ("compile_matrix", "requirements/lock-cpu.txt", ["lock"]),
+        ("compile_matrix", "kda_lib/lab/profiles/cpu.yaml", ["profile"]),
+        ("device_tests", "tests/test_kernels_gpu.py", ["notebook"]),
+        ("device_tests", "kda_lib/lab/sanitized.py", ["notebook", "kda_lib"]),
+        ("device_tests", "kda_lib/kernel.py", ["kda_lib"]),
+        ("device_tests", "kda_lib/lab/report.py", []),
+        ("dsl_matrix", "kda_lib/lab/dsl_worker.py", ["notebook"]),
+        ("dsl_matrix", "kda_lib/arch.py", ["kda_lib"]),
+        ("dsl_matrix", "requirements/lock-cpu.txt", []),
+        *((script, "notebooks/02_demo.ipynb", []) for script in provenance.SCRIPTS),
+    ],
+)
+def test_a_result_of_a_command_depends_on_its_own_files(repo: Path, script: str, name: str, stale: list[str]) -> None:
+    (repo / "kda_lib" / "arch.py").write_text("TARGETS = ()\n")
+    inputs = provenance.inputs_sha256(repo / "notebooks" / f"{script}.ipynb", "cpu")
+    made = result(notebook=script, inputs_sha256=inputs)
+    assert stale_inputs(made, repo) == []
+    (repo / name).write_text((repo / name).read_text() + "# touched\n")
+    assert stale_inputs(made, repo) == stale
+
+
 def test_a_new_or_renamed_source_is_a_change(repo: Path) -> None:
     made = _fresh(repo)
     (repo / "kda_lib" / "kernel.py").rename(repo / "kda_lib" / "kernels.py")

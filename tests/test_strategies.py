@@ -15,6 +15,7 @@ from fake_flashinfer import FLASHINFER_0_7_4
 from kda_lib import Arch, KdaProjection, KdaShapes, strategies
 from kda_lib.autotune import TuningTable
 from kda_lib.backends import Backend, Installed
+from kda_lib.kernels.config import GEMV_TOKENS, qkvg_gemv_config
 from kda_lib.runtime import Outputs, Runtime
 from kda_lib.shapes import HIDDEN
 from kda_lib.strategies import Facts, Overlap, Plan, Sequential, Strategy, make_plan
@@ -48,7 +49,7 @@ def facts(arch: Arch, installed: Installed = FLASHINFER_0_7_4, **fields: Any) ->
 @pytest.mark.parametrize("arch", ["8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "10.7", "11.0", "12.0", "12.1", "13.0"])
 @pytest.mark.parametrize("installed", [Installed(), FLASHINFER_0_7_4], ids=["alone", "flashinfer"])
 def test_auto_is_overlap_up_to_the_limit_where_kernels_exist(arch: str, installed: Installed) -> None:
-    for m in (1, 2, 3, 8, 14, 15, 16, 17, 1000):
+    for m in (1, 2, 3, 4, 5, 14, 15, 16, 17, 1000):
         found = facts(Arch.parse(arch), installed)
         plan = make_plan(found, m, None)
         overlaps = m <= 14 and arch not in ("10.7", "13.0")
@@ -74,14 +75,35 @@ def test_auto_takes_the_fastest_measured_strategy() -> None:
     assert "above the overlap limit, 2" in make_plan(facts(HOPPER, table=table), 3, None).reason
 
 
+@pytest.mark.parametrize("m", [3, 4])
+@pytest.mark.parametrize("installed", [Installed(), FLASHINFER_0_7_4], ids=["alone", "flashinfer"])
+def test_the_gemv_is_planned_where_it_was_measured_fastest(installed: Installed, m: int) -> None:
+    """Unmeasured, or measured slower than torch.mm, it is not; M = 5 has none, whatever the table says."""
+
+    def plan(tokens: int, **times: float) -> Plan:
+        row = {Backend[name.upper()]: us for name, us in times.items()}
+        return make_plan(facts(HOPPER, installed, table=TuningTable({tokens: row})), tokens, Overlap())
+
+    fast = plan(m, skinny=20.0, torch=21.0)
+    assert fast.backend is Backend.SKINNY
+    assert fast.kernel("QKVG") == qkvg_gemv_config(HOPPER, m, TP16)
+    for other in (plan(m), plan(m, skinny=22.0, torch=21.0), plan(5, skinny=20.0, torch=21.0)):
+        assert other.backend is Backend.TORCH
+        assert "QKVG" not in dict(other.kernels)
+
+
 def test_explain(cuda: FakeCuda, weights: Weights) -> None:
-    assert project(weights).explain(3) == (
-        "sm_90a, TP16, M = 3: overlap (wide first), because overlap is the default up to M = 14, and no strategies "
+    assert project(weights).explain(5) == (
+        "sm_90a, TP16, M = 5: overlap (wide first), because overlap is the default up to M = 14, and no strategies "
         "were measured against each other.\n"
         "QKVG: torch.mm, because FlashInfer is not installed.\n"
         "F_A/beta: kernel skinny_n (portable-shift FMA), 252 CTAs of 64 threads in clusters of 7, with PDL.\n"
-        "F_B: kernel skinny_k (portable-shift FMA), 32 CTAs of 384 threads, with PDL."
+        "F_B: kernel skinny_k (portable-shift FMA), 64 CTAs of 192 threads, with PDL."
     )
+    unmeasured = (
+        "QKVG: torch.mm, because none of skinny_gemv, torch.mm has been measured on this device for M = 3, TP16."
+    )
+    assert unmeasured in project(weights).explain(3)
     assert project(weights).explain(16) == (
         "sm_90a, TP16, M = 16: sequential, because M is above the overlap limit, 14."
     )
@@ -104,11 +126,12 @@ def test_explicit_strategies_are_refused_where_they_cannot_run() -> None:
 
 def test_a_backend_asked_for_must_run_there() -> None:
     asked = facts(HOPPER, qkvg=Backend.SKINNY)
-    assert make_plan(asked, 2, Overlap()).backend is Backend.SKINNY
+    for m in range(1, GEMV_TOKENS + 1):
+        assert make_plan(asked, m, Overlap()).backend is Backend.SKINNY
     with pytest.raises(
-        ValueError, match=r"qkvg: expected a backend that runs on sm_90a for M = 3 \(torch\.mm, .*skinny"
+        ValueError, match=r"qkvg: expected a backend that runs on sm_90a for M = 5 \(torch\.mm, .*skinny"
     ):
-        make_plan(asked, 3, Overlap())
+        make_plan(asked, GEMV_TOKENS + 1, Overlap())
     with pytest.raises(ValueError, match="plan: expected one with a QKVG backend"):
         _ = make_plan(asked, 2, Sequential()).backend
 

@@ -1,8 +1,4 @@
-"""Compare kernels, strategies and captured graphs with what they should give: the host model, fp64, eager calls.
-
-Bits are counted, errors are summed up in :class:`Errors`. What runs on a device takes and returns torch tensors and
-never waits for the device before it has to.
-"""
+"""Compare kernels and strategies with what they should give: the host model bit for bit, fp64 within rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +22,6 @@ from kda_lib.kernels.config import (
     skinny_k_config,
     skinny_n_config,
 )
-from kda_lib.lab.graphs import Topology
 from kda_lib.reference import Bits, Float64s
 from kda_lib.shapes import F_A_ROWS, HIDDEN, MAX_TOKENS, KdaShapes
 
@@ -34,9 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from kda_lib.projection import KdaProjection
-    from kda_lib.strategies import Plan
-
-T = TypeVar("T")
 
 #: BF16 numbers have 8 significant bits (1 + 7 stored).
 STORED_BITS = 7
@@ -194,11 +186,34 @@ KERNELS: Mapping[str, SkinnyKernel] = {
 """This library's GEMMs: F_A/beta, F_B, and QKVG for few tokens."""
 
 
-def model_config(name: str, arch: Arch, shapes: KdaShapes) -> Any:
-    """What the host model of a kernel is run with: the most tokens, whose order of additions every M shares."""
+def order_of_additions(config: KernelConfig) -> tuple[int, int, int]:
+    """How K is divided: where it is the same, an output has the same bits whatever else differs."""
+    return config.k, getattr(config, "split", 1), getattr(config, "steps", 1)
+
+
+def model_config(name: str, arch: Arch, shapes: KdaShapes, m: int) -> Any:
+    """What the host model is run with: the order of additions that the kernel has for m tokens, for the most tokens."""
     kernel = KERNELS[name]
-    config = kernel.config(arch, kernel.most, shapes)
-    return config if kernel.model_rows is None else replace(config, n=kernel.model_rows)
+    config = kernel.config(arch, m, shapes)
+    return replace(config, m=kernel.most, n=kernel.model_rows or config.n)
+
+
+def model_outputs(
+    name: str, arch: Arch, shapes: KdaShapes, tokens: Sequence[int], x: Bits, w: Bits
+) -> dict[int, tuple[Any, Bits]]:
+    """For each of ``tokens`` that the kernel takes: the model's configuration and its outputs for all rows of x.
+
+    Computed once for each order of additions.
+    """
+    found: dict[tuple[int, int, int], tuple[Any, Bits]] = {}
+    by_m = {}
+    for m in (m for m in tokens if m <= KERNELS[name].most):
+        config = model_config(name, arch, shapes, m)
+        order = order_of_additions(config)
+        if order not in found:
+            found[order] = config, KERNELS[name].model(config, x, w)
+        by_m[m] = found[order]
+    return by_m
 
 
 def with_stride(x: Bits, config: KernelConfig) -> Bits:
@@ -241,16 +256,15 @@ def bits_against_model(
     """Every kernel, every kind of input and each of ``tokens`` that the kernel takes, on the device."""
     rng = np.random.default_rng(seed)
     for name, kernel in KERNELS.items():
-        modelled = model_config(name, arch, shapes)
-        rows = kernel.config(arch, 1, shapes).n
+        modelled, rows = model_config(name, arch, shapes, 1), kernel.config(arch, 1, shapes).n
         order = np.arange(rows) if rows == modelled.n else rng.integers(modelled.n, size=rows)
         for x, w in input_pairs(rng, modelled.m, modelled.n, modelled.k).values():
-            want = ref.tensor_of_bits(kernel.model(modelled, x, w)[:, order], device)
             inputs = ref.tensor_of_bits(with_stride(x, modelled), device)
             weight = ref.tensor_of_bits(w, device)[order]
-            for m in (m for m in tokens if m <= kernel.most):
+            for m, (_, want) in model_outputs(name, arch, shapes, tokens, x, w).items():
                 got = launch(kernel.config(arch, m, shapes), arch, inputs[:m], weight)
-                yield BitCount(name, m, got.numel(), int(differing(got, want[:m])))
+                expected = ref.tensor_of_bits(want[:m, order], device)
+                yield BitCount(name, m, got.numel(), int(differing(got, expected)))
 
 
 # --- strategies -------------------------------------------------------------------------------------------------------
@@ -336,69 +350,3 @@ def spoiled(proj: KdaProjection, x: torch.Tensor, row: int, special: float) -> t
     after = proj(bad)
     changed = sum(int(differing(b[others], a[others])) for b, a in zip(clean, after, strict=True))
     return changed, sum(int(part[row].isfinite().sum()) for part in after)
-
-
-# --- graphs -----------------------------------------------------------------------------------------------------------
-
-
-def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Capture a warmed-up call. Returns the graph, kept for inspection and ready for replay, and what the call did."""
-    import torch
-
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        result = call()
-    graph.instantiate()
-    return graph, result
-
-
-def replay_differences(
-    replay: Callable[[], None],
-    eager: Callable[[], Sequence[torch.Tensor]],
-    x: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
-    inputs: torch.Tensor,
-) -> int:
-    """Outputs that differ in a bit between replays and eager calls, over all of ``inputs`` [replays, m, k].
-
-    Before each replay x gets the next input and every output is filled with NaN, so a replay that reads an old input
-    or leaves an output alone is seen. The device is waited for once, at the end.
-    """
-    import torch
-
-    count = torch.zeros((), dtype=torch.int64, device=x.device)
-    for values in inputs:
-        x.copy_(values)
-        for part in outputs:
-            part.fill_(float("nan"))
-        replay()
-        for mine, want in zip(outputs, eager(), strict=True):
-            count += differing(mine, want)
-    return int(count)
-
-
-def branches(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """The parts of one layer in the order of each stream; those that are not in ``plan.kernels`` are library GEMMs."""
-    if plan.qkvg is None:
-        return (("packed GEMM", "F_B"),)
-    return (("QKVG",), ("F_A/beta", "F_B"))
-
-
-def predicted_graph(plan: Plan, layers: int, kernels: Mapping[str, int]) -> Topology:
-    """The kernels of ``layers`` layers one after the other, and who waits for whom.
-
-    kernels: how many a library GEMM launches, by part; the kernels of this library are one each.
-    """
-    own = dict(plan.kernels)
-    edges: list[tuple[int, int]] = []
-    nodes, ends = 0, list[int]()
-    for _ in range(layers):
-        fork, ends = ends, []
-        for branch in branches(plan):
-            before = fork
-            for part in branch:
-                for _ in range(1 if part in own else kernels[part]):
-                    edges += [(node, nodes) for node in before]
-                    before, nodes = [nodes], nodes + 1
-            ends += before
-    return Topology(("kernel",) * nodes, tuple(edges))
