@@ -37,7 +37,7 @@ reproduce: $(STAMP) ## Run the notebooks for GPU (default: the device that is th
 	@$(LAB) reproduce $(if $(GPU),--gpu "$(GPU)") $(if $(ONLY),--only "$(ONLY)",--matrix)
 
 test: $(STAMP) ## Run every test that this machine can run, and print the coverage
-	$(PY) -m pytest -q -n 2 --dist loadfile --cov=kda_lib
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --cov=kda_lib
 
 lint: $(STAMP) ## Check style, types and the structure of the notebooks
 	$(PY) -m ruff check .

@@ -67,10 +67,10 @@ def test_processes_and_environment_do_not_change_the_result(artifacts: dict[str,
     )
     started = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | extra, stdout=subprocess.PIPE)
-        for extra in ({}, {"CUTE_DSL_ARCH": "sm_80", "CUTE_DSL_LINEINFO": "1"}, {"CUTE_DSL_DRYRUN": "1"})
+        for extra in ({}, {"CUTE_DSL_ARCH": "sm_80", "CUTE_DSL_LINEINFO": "1", "CUTE_DSL_DRYRUN": "1"})
     ]
     printed = [process.communicate(timeout=120)[0].decode().split() for process in started]
-    assert printed == [[artifacts["sm_90a"].cubin_sha256]] * 3
+    assert printed == [[artifacts["sm_90a"].cubin_sha256]] * 2
 
 
 def kill(cache: ArtifactCache) -> None:
@@ -113,7 +113,7 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     [
         (kill, 60, r"died on skinny_k for sm_90a \(exit code -11\)"),
         (leave, 60, r"died on skinny_k for sm_90a \(exit code 0\)"),
-        (hang, 3, "still busy with skinny_k for sm_90a after 3 s"),
+        (hang, 2, "still busy with skinny_k for sm_90a after 2 s"),
     ],
 )
 def test_isolated_compile_survives(
@@ -142,8 +142,7 @@ def test_isolated_compile_passes_typed_errors_through() -> None:
     with pytest.raises(UnsupportedInstruction, match=r"fma\.rn\.f32\.bf16") as there:
         compile_isolated(config, HOPPER)
     assert str(there.value) == str(here.value)
-    fields = ("instruction", "lowest_target", "uses", "source", "alternative", "found_by", "target", "log")
-    assert [getattr(there.value, f) for f in fields] == [getattr(here.value, f) for f in fields]
+    assert there.value.__dict__ == here.value.__dict__
     with pytest.raises(UnknownTarget, match="sm_99"):
         compile_isolated(replace(skinny_k("sm_90a"), pdl=False), "sm_99")
 

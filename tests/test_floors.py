@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled import compiled
 from cuda.bindings import driver
 
 from kda_lib.arch import Arch
-from kda_lib.compile import Artifact, compile_kernel
+from kda_lib.compile import compile_kernel
 from kda_lib.kernels.lab_config import ReadBulkConfig, ReadLoadsConfig, StampConfig
 from kda_lib.lab import sass
 from kda_lib.lab.floors import FloorConfig, floor_configs, region_bytes
@@ -62,7 +63,7 @@ def emulable(ptx: str, config: FloorConfig) -> str:
 
 def read_all(config: FloorConfig, ptx: str | None = None) -> tuple[int, int, RunReport]:
     """XOR of the words that the kernel reads, XOR of the words that there are, and the emulator's report."""
-    artifact = compile_kernel(config, "sm_90a")
+    artifact = compiled(config, "sm_90a")
     rng = np.random.default_rng(0)
     packed, f_b = (rng.integers(0, 256, size, np.uint8) for size in (config.packed_bytes, config.f_b_bytes))
     out = np.zeros(config.launch.grid * config.launch.block, np.uint32)
@@ -103,7 +104,7 @@ def test_every_byte_is_read(config: FloorConfig) -> None:
 def test_a_floor_that_leaves_a_vector_out_is_noticed(config: FloorConfig) -> None:
     """The checksum of the device test rests on this: one 16-byte vector less gives another XOR."""
     shorter = replace(config, f_b_bytes=config.f_b_bytes - (16 if config is LOADS else 512))
-    read, expected, report = read_all(config, compile_kernel(shorter, "sm_90a").ptx)
+    read, expected, report = read_all(config, compiled(shorter, "sm_90a").ptx)
     assert report.ok
     assert read != expected
 
@@ -115,13 +116,13 @@ def without_last(ptx: str, text: str) -> str:
 
 
 def test_the_ring_needs_its_barrier() -> None:
-    ptx = compile_kernel(BULK, "sm_90a").ptx
+    ptx = compiled(BULK, "sm_90a").ptx
     _, _, report = read_all(BULK, without_last(ptx, "bar.warp.sync \t-1;"))
     assert report.failed(Check.RACE)
 
 
 def test_the_ring_needs_its_wait() -> None:
-    ptx, count = re.subn(r"\{[^}]*try_wait[^}]*\}", "", compile_kernel(BULK, "sm_90a").ptx)
+    ptx, count = re.subn(r"\{[^}]*try_wait[^}]*\}", "", compiled(BULK, "sm_90a").ptx)
     assert count == 1
     artifact_without_wait = emulable(ptx + "// try_wait.parity.shared", BULK)
     out = np.zeros(BULK.launch.grid * BULK.launch.block, np.uint32)
@@ -136,21 +137,22 @@ def test_the_ring_needs_its_wait() -> None:
 
 @pytest.mark.parametrize("config", [LOADS, BULK], ids=str)
 def test_out_is_not_touched_before_the_launch_in_front_is_done(config: FloorConfig) -> None:
-    ptx = compile_kernel(config, "sm_90a").ptx
+    ptx = compiled(config, "sm_90a").ptx
     _, _, report = read_all(config, without_last(ptx, "griddepcontrol.wait;"))
     assert report.failed(Check.DEPENDENT)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("tp", [4, 8, 16])
-def test_floors_of_real_layers_compile_without_spills(target: str, tp: int) -> None:
-    arch, shapes = Arch.parse(target), KdaShapes(tp)
-    configs = floor_configs(arch, shapes, sms=132)
-    assert sum(region_bytes(shapes)) == shapes.weight_bytes
-    assert list(configs) == ["read_loads", "read_bulk", "read_bulk_pdl"]
-    for name, config in configs.items():
-        artifact: Artifact[Any] = compile_kernel(config, arch)
-        code = sass.disassemble(artifact.cubin)
+def test_floors_of_real_layers_compile_without_spills(target: str) -> None:
+    arch = Arch.parse(target)
+    found = []
+    for shapes in map(KdaShapes, (4, 8, 16)):
+        configs = floor_configs(arch, shapes, sms=132)
+        assert sum(region_bytes(shapes)) == shapes.weight_bytes
+        assert list(configs) == ["read_loads", "read_bulk", "read_bulk_pdl"]
+        found += [(name, config, compiled(config, arch)) for name, config in configs.items()]
+    listings = sass.disassemble_all([artifact.cubin for _, _, artifact in found], arch)
+    for (name, config, artifact), code in zip(found, listings, strict=True):
         loads = [i for i in code if i.base == "LDG"]
         if name == "read_loads":
             assert len(loads) >= config.loads
@@ -166,20 +168,20 @@ def test_floors_of_real_layers_compile_without_spills(target: str, tp: int) -> N
 def test_without_bulk_copies_there_are_plain_loads() -> None:
     configs = floor_configs(Arch.parse("sm_80"), SHAPES, sms=108)
     assert list(configs) == ["read_loads"]
-    assert compile_kernel(configs["read_loads"], "sm_80").cubin
+    assert compiled(configs["read_loads"], "sm_80").cubin
 
 
 def test_out_is_written_only_where_it_is_given() -> None:
     """The reduction is predicated on the pointer: the timed launch, which passes null, runs the checked code."""
     for config in floor_configs(HOPPER, SHAPES, 132).values():
-        reductions = [line for line in compile_kernel(config, HOPPER).ptx.splitlines() if "red.global" in line]
+        reductions = [line for line in compiled(config, HOPPER).ptx.splitlines() if "red.global" in line]
         (line,) = reductions
         assert re.search(r"setp\.ne\.b64 p, (%rd\d+), 0; @p red\.global\.xor\.b32 \[\1\]", line)
 
 
 def test_dynamic_shared_memory_reaches_the_launch() -> None:
     config = floor_configs(HOPPER, SHAPES, 132)["read_bulk"]
-    launch = _launch_config(compile_kernel(config, HOPPER))
+    launch = _launch_config(compiled(config, HOPPER))
     assert launch.sharedMemBytes == config.launch.smem == config.stages * (config.stage_bytes + 8)
 
 
@@ -201,7 +203,7 @@ def test_large_shared_memory_is_asked_for_once_a_device(monkeypatch: pytest.Monk
     monkeypatch.setattr(driver, "cuCtxGetDevice", lambda: (ok, current[0]))
     configs = floor_configs(HOPPER, SHAPES, 132)
     for name in ("read_bulk", "read_loads"):
-        kernel = LoadedKernel(compile_kernel(configs[name], HOPPER))
+        kernel = LoadedKernel(compiled(configs[name], HOPPER))
         for current[0] in (0, 0, 1, 0):
             kernel(1, 2, 0, stream=0)
     asked = [arguments for name, arguments in calls if name == "cuKernelSetAttribute"]
@@ -235,7 +237,7 @@ def test_bad_configurations_are_refused(config: FloorConfig, target: str, messag
 
 @pytest.mark.parametrize("target", ["sm_80", *TARGETS])
 def test_a_stamp_is_one_store_of_two_words(target: str) -> None:
-    code = sass.disassemble(compile_kernel(StampConfig(), target).cubin)
+    code = sass.disassemble(compiled(StampConfig(), target).cubin)
     (store,) = [i for i in code if i.base == "STG"]
     assert "128" in store.opcode
     assert any("GLOBALTIMER" in operand for i in code for operand in i.operands)

@@ -1,6 +1,7 @@
 """The source notebooks: structure, stored outputs, and one run of each through the runner."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,17 +23,12 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 def nbval(path: Path) -> subprocess.CompletedProcess[str]:
     """Run a notebook under nbval, comparing the stored outputs of the cells that are tagged for it."""
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--no-cov",
-        "--nbval-lax",
-        "--nbval-current-env",
-        "--nbval-cell-timeout=300",
-    ]
-    command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(path.parent), "-c", "/dev/null", str(path)]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+    options = ["-q", "-p", "nbval.plugin", "-p", "no:cacheprovider", "--nbval-lax", "--nbval-current-env"]
+    options += ["--nbval-cell-timeout=300", "--rootdir", str(path.parent), "-c", "/dev/null"]
+    # Its own pytest needs no other plugin, and coverage would count for nothing here.
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", *options, str(path)]
+    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
 
 
 def test_there_are_notebooks() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+from compiled import compiled
 
 from kda_lib.arch import TARGETS, Arch
-from kda_lib.compile import Artifact, compile_kernel
+from kda_lib.compile import Artifact
 from kda_lib.kernels.config import SkinnyKConfig, SkinnyNConfig, skinny_k_config, skinny_n_config
 from kda_lib.kernels.fma import FmaForm
-from kda_lib.lab.ptx import Check, emulate
+from kda_lib.lab.ptx import Check, RunReport, emulate
 from kda_lib.reference import Bits, f32_to_bf16, model_skinny_k, model_skinny_n
 from kda_lib.shapes import KdaShapes
 
@@ -25,9 +27,9 @@ ANY_BITS, SPECIALS = "any bits", "specials"
 
 
 @cache
-def compiled(kernel: str, target: str, m: int, form: FmaForm | None = None) -> Artifact:
+def artifact_of(kernel: str, target: str, m: int, form: FmaForm | None = None) -> Artifact:
     arch = Arch.parse(target)
-    return compile_kernel(CONFIGS[kernel](arch, m, KdaShapes(8), form), arch)
+    return compiled(CONFIGS[kernel](arch, m, KdaShapes(8), form), arch)
 
 
 @cache
@@ -56,6 +58,18 @@ def model(artifact: Artifact, x: Bits, w: Bits) -> Bits:
     return model_skinny_k(c, np.ascontiguousarray(x[:, : c.k]), w)
 
 
+@cache
+def launched(artifact: Artifact, kernel: str, m: int, values: str) -> tuple[Bits, RunReport]:
+    return emulate(artifact, *inputs(kernel, m, values))
+
+
+def run_whole(kernel: str, target: str, m: int, form: FmaForm | None, values: str) -> tuple[Bits, RunReport]:
+    """A whole launch. The machine does not look at the target, so targets with the same code share one."""
+    artifact = artifact_of(kernel, target, m, form)
+    code = re.sub(r"(?m)^\.target .*$", ".target sm_90a", artifact.ptx)
+    return launched(replace(artifact, target="sm_90a", ptx=code, cubin=b"", seconds=0.0), kernel, m, values)
+
+
 CASES: list[tuple[str, str, int, FmaForm | None]] = [
     (kernel, "sm_90a", m, None) for kernel in CONFIGS for m in (1, 2, 5, 8, 13, 16)
 ]
@@ -65,9 +79,9 @@ CASES += [(kernel, "sm_90a", 8, FmaForm.CVT) for kernel in CONFIGS]
 
 @pytest.mark.parametrize(("kernel", "target", "m", "form"), CASES)
 def test_kernels_give_the_bits_of_the_model(kernel: str, target: str, m: int, form: FmaForm | None) -> None:
-    artifact = compiled(kernel, target, m, form)
+    artifact = artifact_of(kernel, target, m, form)
     x, w = inputs(kernel, m, ANY_BITS)
-    out, report = emulate(artifact, x, w)
+    out, report = run_whole(kernel, target, m, form, ANY_BITS)
     assert report.ok, str(report)
     np.testing.assert_array_equal(out, model(artifact, x, w))
     launch = artifact.launch
@@ -83,8 +97,8 @@ def test_kernels_give_the_bits_of_the_model(kernel: str, target: str, m: int, fo
 @pytest.mark.parametrize("kernel", CONFIGS)
 def test_portable_and_native_agree_on_specials(kernel: str) -> None:
     x, w = inputs(kernel, 8, SPECIALS)
-    outs = {target: emulate(compiled(kernel, target, 8), x, w)[0] for target in ("sm_90a", "sm_100a", "sm_120a")}
-    expected = model(compiled(kernel, "sm_90a", 8), x, w)
+    outs = {target: run_whole(kernel, target, 8, None, SPECIALS)[0] for target in ("sm_90a", "sm_100a", "sm_120a")}
+    expected = model(artifact_of(kernel, "sm_90a", 8), x, w)
     for out in outs.values():
         np.testing.assert_array_equal(out, expected)
     exponents = expected & 0x7F80
@@ -93,7 +107,7 @@ def test_portable_and_native_agree_on_specials(kernel: str) -> None:
 
 def test_some_ctas() -> None:
     """One CTA of the second cluster named: the whole cluster runs, other rows keep their poison."""
-    artifact = compiled("skinny_n", "sm_90a", 2)
+    artifact = artifact_of("skinny_n", "sm_90a", 2)
     x, w = inputs("skinny_n", 2, ANY_BITS)
     cluster, rows = artifact.launch.cluster, artifact.config.rows
     out, report = emulate(artifact, x, w, ctas=[2 * cluster - 1])
@@ -175,7 +189,7 @@ def mutated(artifact: Artifact, pattern: str, replacement: str, count: int = 0) 
 )
 def test_planted_fault_is_reported(target: str, fault: str) -> None:
     pattern, replacement, expected = (CLUSTER if target == "sm_90a" else SHARED)[fault]
-    artifact = compiled("skinny_n", target, 8)
+    artifact = artifact_of("skinny_n", target, 8)
     text = mutated(artifact, pattern, replacement)
     x, w = inputs("skinny_n", 8, ANY_BITS)
     # A fault at the end of x shows in the last CTA of a cluster only.
@@ -203,7 +217,7 @@ def test_planted_fault_is_reported(target: str, fault: str) -> None:
 )
 def test_planted_fault_changes_bits(pattern: str, replacement: str) -> None:
     """Faults that are no violation of any rule."""
-    artifact = compiled("skinny_n", "sm_90a", 8)
+    artifact = artifact_of("skinny_n", "sm_90a", 8)
     x, w = inputs("skinny_n", 8, ANY_BITS)
     text = mutated(artifact, pattern, replacement)
     out, report = emulate(artifact, x, w, ptx=text, ctas=[0])
@@ -222,7 +236,7 @@ def every_opcode_of(artifacts: Iterable[Artifact]) -> set[str]:
 
 
 def test_counts_are_by_opcode() -> None:
-    artifact = compiled("skinny_k", "sm_90a", 8)
+    artifact = artifact_of("skinny_k", "sm_90a", 8)
     _, report = emulate(artifact, *inputs("skinny_k", 8, ANY_BITS), ctas=[0])
     assert set(report.executed) - {"ret"} == every_opcode_of([artifact])
     assert report.executed["griddepcontrol.wait"] == artifact.launch.block
