@@ -48,7 +48,7 @@ class BrokenBackend(KdaError):
 class Backend(StrEnum):
     """A way to compute QKVG.
 
-    - ``SKINNY``: :mod:`kda_lib.kernels.skinny_n`; up to ``GEMV_TOKENS``. Not batch-invariant: each M divides K its own way.
+    - ``SKINNY``: :mod:`kda_lib.kernels.skinny_n` with one CTA for all of K; up to 2 tokens.
     - ``TORCH``: ``torch.mm``.
     - ``CUTE_DSL``, ``CUBLASLT``: FlashInfer ``mm_bf16`` with that backend, without PDL.
     - ``TINYGEMM``, ``TINYGEMM_PDL``: FlashInfer ``tinygemm_bf16``. With programmatic dependent launch it reads the

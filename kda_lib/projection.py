@@ -32,7 +32,7 @@ class KdaProjection:
         f_b_weight: BF16 [128*H, 128], likewise, on the same device.
         tp: tensor-parallel degree, a divisor of 96.
         strategy: ``"auto"``, a name in :data:`kda_lib.strategies.STRATEGIES`, or a strategy such as
-            ``Overlap(fork="wide_first")``.
+            ``Overlap(fork="side_first")``.
         qkvg: the backend of a separate QKVG (a name of :class:`kda_lib.backends.Backend`); ``None`` lets
             :func:`kda_lib.backends.select_backend` choose.
         table: the measured times to choose by; nothing is then tuned. ``None`` starts from what came with the library

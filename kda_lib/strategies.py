@@ -137,11 +137,10 @@ class Sequential(Strategy):
 class Overlap(Strategy):
     """QKVG on the current stream; F_A/beta, then F_B, on a second one. Up to 16 tokens.
 
-    fork: which branch is launched first, ``"side_first"`` or ``"wide_first"`` (QKVG). With ``out``, beta is copied.
-    Side first is never slower on an H200 (notebook 05): the narrow kernels get SMs before the wide GEMM takes them.
+    fork: which branch is launched first, ``"wide_first"`` (QKVG) or ``"side_first"``. With ``out``, beta is copied.
     """
 
-    fork: Fork = "side_first"
+    fork: Fork = "wide_first"
 
     name = "overlap"
 

@@ -84,21 +84,21 @@ def test_arrangements_run_as_shipped_on_their_own_layer(cuda: FakeCuda) -> None:
             side = [line for line in lines if line != wide]
             assert [line.split(" on ")[0] for line in side] == ["skinny_n n=144", "skinny_k n=768"]
             assert "main" not in side[0] + side[1]
-            assert lines.index(wide) == (0 if name == "overlap_wide_first" else 2)
+            assert lines.index(wide) == (2 if name == "overlap_side_first" else 0)
 
 
 def test_side_branch(cuda: FakeCuda) -> None:
     compared = compare()
     x = compared.inputs[13]
-    w_fa_beta, w_f_b = compared.side_weights(3)
-    branch = by_m(compared.side_branch(w_fa_beta, w_f_b))[13]
-    assert branch.bytes == compared.side_bytes == 2 * (144 * 7168 + 768 * 128)
+    branch = by_m(compared.side_branch())[13]
+    assert branch.flush, "its weights fit into L2"
+    assert branch.bytes == 2 * (144 * 7168 + 768 * 128)
     branch.enqueue(1, cuda.main)  # type: ignore[arg-type]
     assert launches(cuda) == ["skinny_n n=144 on main", "skinny_k n=768 on main"]
     fa_beta, g1 = branch.results
-    wanted = x.double() @ w_fa_beta[1].double().T
+    wanted = x.double() @ compared.weights.packed[1][TP16.fa_beta_slice].double().T
     torch.testing.assert_close(fa_beta.double(), wanted, rtol=2**-7, atol=2**-7)
-    exact_g1 = fa_beta[:, :128].double() @ w_f_b[1].double().T
+    exact_g1 = fa_beta[:, :128].double() @ compared.weights.f_b[1].double().T
     torch.testing.assert_close(g1.double(), exact_g1, rtol=2**-7, atol=2**-7)
 
 
@@ -171,7 +171,7 @@ def test_stamps_enclose_both_branches(cuda: FakeCuda) -> None:
     assert lines == [
         f"{side} waits for main",
         "wide start of 1 on main", f"side start of 1 on {side}",
-        f"skinny_n n=144 on {side}", f"skinny_k n=768 on {side}", "torch.mm n=3072 on main",
+        "torch.mm n=3072 on main", f"skinny_n n=144 on {side}", f"skinny_k n=768 on {side}",
         "wide end of 1 on main", f"side end of 1 on {side}",
         f"main waits for {side}",
     ]  # fmt: skip
@@ -218,7 +218,7 @@ ROWS = [
     row("qkvg_cublaslt_tuned", 13, 19.0),
     *(row("sequential", m, 29.0) for m in (2, 13, 14, 15)),
     *(row("overlap", m, us) for m, us in ((2, 25.0), (13, 29.0), (14, 29.5), (15, 25.0))),
-    row("overlap_wide_first", 13, 20.0),
+    row("overlap_side_first", 13, 20.0),
     row("overlap_repeat", 13, 20.0),
     row("torch_packed", 13, 20.0),
     row("read_bulk", None, 20.0),
@@ -318,7 +318,7 @@ def test_on_a_device() -> None:
         for variant in compared.arrangement(name, projections):
             graph = topology(capture(variant, 8, torch.cuda.Stream()))
             assert lanes(graph) == (1 if name == "sequential" else 2)
-    for variant in (*compared.side_branch(*compared.side_weights(2)), *compared.qkvg()):
+    for variant in (*compared.side_branch(), *compared.qkvg()):
         assert lanes(topology(capture(variant, 8, torch.cuda.Stream()))) == 1
         assert all(result.isfinite().all() for result in variant.results)
     median = {(row["variant"], row["M"]): row["median_us"] for row in compared.branch_rows(TuningTable(), replays=10)}

@@ -29,7 +29,7 @@ pytestmark = GPU_ONLY
 
 ALL_M = range(1, MAX_TOKENS + 1)
 TP8 = KdaShapes(8)
-STRATEGIES = [Sequential(), Overlap(), Overlap(fork="wide_first"), "auto"]
+STRATEGIES = [Sequential(), Overlap(), Overlap(fork="side_first"), "auto"]
 
 
 @pytest.fixture(scope="module")

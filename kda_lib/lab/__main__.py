@@ -166,10 +166,7 @@ def dsl_matrix() -> None:
 
 
 @app.command()
-def device_tests(
-    gpu: Gpu = None,
-    only: Annotated[str, typer.Option(help="As pytest's -k: run these tests alone.")] = "",
-) -> None:
+def device_tests(gpu: Gpu = None) -> None:
     """Run the tests that need a GPU and compute-sanitizer, and record them; exit 1 if any failed or found something."""
     from kda_lib.lab.device_tests import run_device_tests
 
@@ -177,7 +174,7 @@ def device_tests(
     profile = _profile(gpu)
     if device is None or resolve_mode(profile, device) != "full":
         _fail(f"{profile.name}: the GPU tests need its device, and there is none", WRONG_DEVICE)
-    result = run_device_tests(repo_root(), profile, device, only)
+    result = run_device_tests(repo_root(), profile, device)
     for row in result.rows:
         if row["outcome"] != "passed":
             print(f"{row['outcome']:8} {row['variant']}: {row['detail']}")

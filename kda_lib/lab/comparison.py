@@ -1,6 +1,6 @@
 """What notebook 05 compares, as variants made of the library's own pieces, and the tuning table that its rows give.
 
-``sequential``, ``overlap`` and ``overlap_wide_first`` are a :class:`~kda_lib.projection.KdaProjection` for each layer.
+``sequential``, ``overlap`` and ``overlap_side_first`` are a :class:`~kda_lib.projection.KdaProjection` for each layer.
 ``side_branch`` is the second stream's work alone, F_A/beta and then F_B, in one stream. ``qkvg_<backend>`` is QKVG
 alone as the library runs it, FlashInfer's backends with their heuristics. The stamped graph is the ``overlap`` strategy
 on a runtime that marks both branches at the fork and at the join, so it takes the path that is shipped.
@@ -9,7 +9,6 @@ on a runtime that marks both branches at the fork and at the join, so it takes t
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 ARRANGEMENTS: Mapping[str, Strategy] = {
     "sequential": Sequential(),
     "overlap": Overlap(),
-    "overlap_wide_first": Overlap(fork="wide_first"),
+    "overlap_side_first": Overlap(fork="side_first"),
 }
 
 #: Variant of QKVG alone -> the backend that it measures.
@@ -125,27 +124,9 @@ class Comparison:
             for m, x in self.inputs.items()
         ]
 
-    def side_weights(self, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of F_A/beta and of F_B for this many layers, for :meth:`side_branch`.
-
-        This branch's part of a few layers would stay in L2: see :func:`kda_lib.lab.measure.cold_layers`.
-        """
-        shapes, device = self.weights.shapes, self.weights.device
-
-        def matrices(rows: int, k: int) -> torch.Tensor:
-            return torch.randn(layers, rows, k, device=device, dtype=torch.bfloat16) / math.sqrt(k)
-
-        return matrices(shapes.fa_beta_rows, HIDDEN), matrices(shapes.f_b_rows, F_A_ROWS)
-
-    def side_branch(self, fa_beta: torch.Tensor, f_b: torch.Tensor) -> list[Variant]:
+    def side_branch(self) -> list[Variant]:
         """F_A/beta, then F_B, for every M. Results: F_A/beta ``[m, fa_beta_rows]``, g1 ``[m, f_b_rows]``."""
-        return [self._side_branch(m, x, fa_beta, f_b) for m, x in self.inputs.items()]
-
-    @property
-    def side_bytes(self) -> int:
-        """What the side branch of one layer reads."""
-        shapes = self.weights.shapes
-        return BF16_BYTES * (shapes.fa_beta_rows * HIDDEN + shapes.f_b_rows * F_A_ROWS)
+        return [self._side_branch(m, x) for m, x in self.inputs.items()]
 
     def qkvg(self) -> list[Variant]:
         """QKVG alone by each backend that runs here, for every M. Results: qkvg ``[m, qkvg_rows]``."""
@@ -227,17 +208,19 @@ class Comparison:
             rows += timeline_rows(found[WARM_REPLAYS:], self.weights.shapes.tp, m)
         return rows
 
-    def _side_branch(self, m: int, x: torch.Tensor, w_fa_beta: torch.Tensor, w_f_b: torch.Tensor) -> Variant:
-        shapes, runtime = self.weights.shapes, self._runtimes[0]
+    def _side_branch(self, m: int, x: torch.Tensor) -> Variant:
+        shapes, runtimes = self.weights.shapes, self._runtimes
         narrow, short = skinny_n_config(self.arch, m, shapes), skinny_k_config(self.arch, m, shapes)
         fa_beta, g1 = x.new_empty(m, narrow.n), x.new_empty(m, short.n)
         f_a, _ = fa_beta_parts(shapes, fa_beta)
 
         def enqueue(layer: int, stream: torch.cuda.Stream) -> None:
-            runtime.launch(narrow, x, w_fa_beta[layer], fa_beta, stream)
-            runtime.launch(short, f_a, w_f_b[layer], g1, stream)
+            runtimes[layer].launch(narrow, x, runtimes[layer].fa_beta, fa_beta, stream)
+            runtimes[layer].launch(short, f_a, runtimes[layer].f_b, g1, stream)
 
-        return self._variant("side_branch", enqueue, self.side_bytes, m, pdl=narrow.pdl, results=(fa_beta, g1))
+        size = BF16_BYTES * (shapes.fa_beta_rows * HIDDEN + shapes.f_b_rows * F_A_ROWS)
+        # All layers' weights of this branch together would fit into L2.
+        return self._variant("side_branch", enqueue, size, m, pdl=narrow.pdl, flush=True, results=(fa_beta, g1))
 
     def _qkvg(self, name: str, backend: Backend, m: int, x: torch.Tensor) -> Variant:
         shapes, runtimes = self.weights.shapes, self._runtimes

@@ -165,11 +165,6 @@ def measure(
     return Measurement(rows, topologies, tuple(states), tuple(flags(states)))
 
 
-def cold_layers(bytes: int, device: DeviceInfo) -> int:
-    """The fewest layers of this many bytes each whose weights together exceed :data:`COLD_FACTOR` times the L2."""
-    return COLD_FACTOR * device.l2_bytes // bytes + 1
-
-
 def _check(
     variants: Sequence[Variant], layers: int, samples: int, device: DeviceInfo, profile: Profile, control: str | None
 ) -> None:

@@ -295,11 +295,11 @@ def stale_inputs(result: Result, root: Path) -> list[str]:
     """Which of the result's inputs (`INPUTS`) differ now from those it was made with; a deleted one counts."""
     notebook = root / "notebooks" / f"{result.notebook}.ipynb"
     profile = root / "kda_lib" / "lab" / "profiles" / f"{result.profile}.yaml"
-    script = provenance.SCRIPTS.get(result.notebook)
-    made_by = [root / name for name in script.files] if script else [notebook]
-    needed = [("profile", profile), *(("notebook", path) for path in made_by)]
-    if deleted := [kind for kind, path in needed if not path.is_file()]:
-        return list(dict.fromkeys(deleted))
+    needed = {"profile": profile}
+    if result.notebook not in provenance.SCRIPTS:
+        needed["notebook"] = notebook
+    if deleted := [kind for kind, path in needed.items() if not path.is_file()]:
+        return deleted
     now = provenance.inputs_sha256(notebook, result.profile, root)
     return [kind for kind in INPUTS if now[kind] != result.inputs_sha256[kind]]
 
