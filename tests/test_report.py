@@ -39,6 +39,8 @@ def test_page_and_index(reports: Path, tmp_path: Path) -> None:
     check_static(page)
     check_static(index)
 
+    for file in (page, index):
+        assert str(reports.parent) not in file.read_text(), "a page names no folder of the machine that made it"
     text = BeautifulSoup(page.read_text(), "html.parser").get_text(" ")
     result = read_result(reports / "cpu" / "results" / f"{NAME}.json")
     assert "nothing on this page was run on a GPU" in text

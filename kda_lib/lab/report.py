@@ -187,8 +187,12 @@ def render_page(notebook: "NotebookNode", result: Result) -> str:
     """
     from bs4 import BeautifulSoup
     from nbconvert import HTMLExporter
+    from traitlets.config import Config
 
+    # What the runner injected names folders of this machine; the header says which profile it was.
+    injected = {"enabled": True, "remove_cell_tags": ["injected-parameters"]}
     exporter = HTMLExporter(
+        config=Config(TagRemovePreprocessor=injected),
         template_name="report",
         extra_template_basedirs=[str(TEMPLATES)],
         exclude_input_prompt=True,
