@@ -366,3 +366,25 @@ def test_source_notebooks_are_in_order(here: Path, make_notebook: NotebookMaker)
         make_notebook(name)
     assert [path.stem for path in nbtools.select(here)] == ["02_a", "10_b"]
     assert [path.stem for path in nbtools.select(here, ["10", "10_b"])] == ["10_b"]
+
+
+def test_the_matrix_is_compiled_once_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that came with the clone, is stale or was replaced since is made anew."""
+    from kda_lib.lab import __main__ as cli
+
+    source = Path(__file__).parent.parent / "reports" / "cpu" / "results" / "compile_matrix.json"
+    output, note = cli._matrix_paths(tmp_path)
+    stale: list[str] = []
+    monkeypatch.setattr(cli, "stale_inputs", lambda result, root: stale)
+    assert not cli._matrix_made_here(tmp_path)
+    for path in (output, note):
+        path.parent.mkdir(parents=True)
+    output.write_bytes(source.read_bytes())
+    assert not cli._matrix_made_here(tmp_path), "it came with the clone"
+    note.write_text(cli.read_result(output).run_id)
+    assert cli._matrix_made_here(tmp_path)
+    stale.append("kda_lib")
+    assert not cli._matrix_made_here(tmp_path)
+    stale.clear()
+    note.write_text("20000101T000000Z-00000000")
+    assert not cli._matrix_made_here(tmp_path)

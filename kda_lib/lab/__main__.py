@@ -25,7 +25,7 @@ from kda_lib.lab.device import (
 )
 from kda_lib.lab.profile import Profile, UnknownProfile, load_profile, profile_names
 from kda_lib.lab.provenance import repo_root
-from kda_lib.lab.records import ResultReadError
+from kda_lib.lab.records import ResultReadError, read_result, stale_inputs
 
 FAILED, USAGE, WRONG_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
@@ -98,7 +98,9 @@ def reproduce(
         typer.Option(help="Run this notebook alone (01 or its name); repeatable."),
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one notebook may take.")] = nbtools.TIME_LIMIT_S,
-    matrix: Annotated[bool, typer.Option("--matrix", help="Compile the matrix anew first, minutes if cold.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Compile the matrix first, unless this checkout made it and it is fresh.")
+    ] = False,
 ) -> None:
     """Run the notebooks for a profile and regenerate its reports and the index. Exit 3: the device is another GPU."""
     from kda_lib.lab import runner
@@ -114,7 +116,7 @@ def reproduce(
     where = f"on {device.name}" if device and mode == "full" else f"for {profile.target}; nothing runs on a GPU"
     console.print(f"{profile.name}: {mode}, {where}", highlight=False)
     used = device if mode == "full" else None
-    if matrix:
+    if matrix and not _matrix_made_here(root):
         _refresh_matrix(root)
     try:
         with runner.exclusive(root, profile.name), Progress(console) as progress:
@@ -127,12 +129,29 @@ def reproduce(
         raise typer.Exit(FAILED)
 
 
+def _matrix_paths(root: Path) -> tuple[Path, Path]:
+    """The matrix's result file, and the git-ignored note of the run that this checkout made."""
+    folder = root / "reports" / "cpu"
+    return folder / "results" / "compile_matrix.json", folder / "logs" / "compile_matrix.run"
+
+
+def _matrix_made_here(root: Path) -> bool:
+    """Whether the matrix is fresh and was compiled by this checkout: one that came with a clone is made anew."""
+    output, note = _matrix_paths(root)
+    if not output.is_file() or not note.is_file():
+        return False
+    result = read_result(output)
+    return note.read_text(encoding="utf-8") == result.run_id and not stale_inputs(result, root)
+
+
 def _refresh_matrix(root: Path) -> None:
     from kda_lib.cache import ArtifactCache
     from kda_lib.lab import matrix
 
-    output = root / "reports" / "cpu" / "results" / f"{matrix.NAME}.json"
+    output, note = _matrix_paths(root)
     result = matrix.run_matrix(output, cache=ArtifactCache.default())
+    note.parent.mkdir(parents=True, exist_ok=True)
+    nbtools.replace_text(note, result.run_id)
     outcomes = Counter(row["outcome"] for row in result.rows)
     spent = (result.ended - result.started).total_seconds()
     words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
@@ -142,12 +161,9 @@ def _refresh_matrix(root: Path) -> None:
 @app.command()
 def compile_matrix() -> None:
     """Compile every kernel for every target and M, and record the outcomes; exit 1 if a claim fails."""
-    from kda_lib.lab import matrix
-    from kda_lib.lab.records import read_result
-
     root = repo_root()
     _refresh_matrix(root)
-    result = read_result(root / "reports" / "cpu" / "results" / f"{matrix.NAME}.json")
+    result = read_result(_matrix_paths(root)[0])
     for claim in result.claims:
         verdict = "holds" if claim.holds else "FAILS"
         print(f"{verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip())
