@@ -225,7 +225,11 @@ def group(leader: int) -> list[psutil.Process]:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A long run in a process group of its own, with its two workers at work."""
-    code = "from kda_lib.lab.matrix import compile_matrix; compile_matrix(workers=2)"
+    # A job in the background of a script starts with SIGINT ignored, which Python then leaves so.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from kda_lib.lab.matrix import compile_matrix; compile_matrix(workers=2)"
+    )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stderr=subprocess.PIPE)
