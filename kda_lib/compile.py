@@ -32,16 +32,18 @@ from kda_lib.diagnosis import compiler_errors, explain_failure, gpu_arch, read_d
 from kda_lib.errors import CompilerCrashed
 from kda_lib.kernels.config import Launch, SkinnyKConfig, SkinnyNConfig
 from kda_lib.kernels.lab_config import ReadBulkConfig, ReadLoadsConfig, StampConfig
+from kda_lib.kernels.stream_config import StreamConfig
 
 #: The GEMMs, and all kernels.
 KernelConfig = SkinnyNConfig | SkinnyKConfig
-AnyConfig = KernelConfig | ReadLoadsConfig | ReadBulkConfig | StampConfig
+AnyConfig = KernelConfig | StreamConfig | ReadLoadsConfig | ReadBulkConfig | StampConfig
 C = TypeVar("C", bound=AnyConfig, default=KernelConfig)
 
 #: Kernel name -> configuration class and where the device code is.
 KERNELS: Mapping[str, tuple[type, str, str]] = {
     "skinny_n": (SkinnyNConfig, "kda_lib.kernels.skinny_n", "SkinnyN"),
     "skinny_k": (SkinnyKConfig, "kda_lib.kernels.skinny_k", "SkinnyK"),
+    "stream": (StreamConfig, "kda_lib.kernels.stream", "Stream"),
     "read_loads": (ReadLoadsConfig, "kda_lib.kernels.read_floor", "ReadLoads"),
     "read_bulk": (ReadBulkConfig, "kda_lib.kernels.read_floor", "ReadBulk"),
     "stamp": (StampConfig, "kda_lib.kernels.stamp", "Stamp"),

@@ -96,20 +96,22 @@ def init_barrier(barrier: Int32) -> None:
     asm("fence.mbarrier_init.release.cluster;", [], [], ordered=True)
 
 
-def expect_bytes(barrier: Int32, count: int) -> None:
+def expect_bytes(barrier: Int32, count: int | Int32) -> None:
     """Arrive, and let the phase end when ``count`` bytes have arrived as well, before or after:
     ``mbarrier.arrive.expect_tx``. One thread calls it.
     """
     asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [], [barrier, Int32(count)], ordered=True)
 
 
-def wait_bytes(barrier: Int32) -> None:
-    """Wait for the first phase of an mbarrier: ``mbarrier.try_wait.parity.acquire.cluster`` in a loop."""
+def wait_bytes(barrier: Int32, parity: int | Int32 = 0) -> None:
+    """Wait until the phase of this parity has ended, what other CTAs of the cluster sent included:
+    ``mbarrier.try_wait.parity.acquire.cluster`` in a loop.
+    """
     asm(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0; "
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; "
         "@!done bra again; }",
         [],
-        [barrier],
+        [barrier, Int32(parity)],
         ordered=True,
     )
 

@@ -20,6 +20,15 @@ from cutlass.cute.runtime import make_ptr
 from kda_lib.kernels.config import WARP
 from kda_lib.kernels.lab_config import BARRIER_BYTES, VECTOR_BYTES, ReadBulkConfig, ReadLoadsConfig
 from kda_lib.kernels.ptx import asm, expect_bytes
+from kda_lib.kernels.ring import (
+    copy_bulk,
+    evict_first,
+    fence_async_proxy,
+    init_barrier,
+    load_shared_vector,
+    publish_barriers,
+    wait_parity,
+)
 
 
 class _Reader:
@@ -118,7 +127,7 @@ class ReadBulk(_Reader):
         policy = evict_first() if cutlass.const_expr(c.evict_first) else None
         if lane == 0:
             for s in cutlass.range(c.stages, unroll=1):
-                init_barrier(barriers + s * BARRIER_BYTES)
+                init_barrier(barriers + s * BARRIER_BYTES, 1)
             publish_barriers()
             for i in cutlass.range(cutlass.min(mine, c.stages), unroll=1):
                 self.issue(i, block, packed, f_b, ring, barriers, policy)
@@ -159,11 +168,6 @@ def xor(sum: Uint32, vectors: list[tuple]) -> Uint32:
     return sum
 
 
-def evict_first() -> Int64:
-    """A cache policy, ``createpolicy.fractional.L2::evict_first.b64``."""
-    return asm("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", [Int64], [])
-
-
 def load(address: Int64, policy: Int64 | None) -> tuple[Uint32, ...]:
     """16 bytes: ``ld.global.nc.L1::no_allocate.v4.b32``, with ``L2::cache_hint`` if there is a policy."""
     if policy is None:
@@ -193,40 +197,6 @@ def xor_if_given(address: Int64, value: Uint32) -> None:
     """``red.global.xor.b32`` unless the address is null."""
     code = "{ .reg .pred p; setp.ne.b64 p, $0, 0; @p red.global.xor.b32 [$0], $1; }"
     asm(code, [], [address, value], ordered=True)
-
-
-def init_barrier(barrier: Int32) -> None:
-    """``mbarrier.init`` for one arrival a phase."""
-    asm("mbarrier.init.shared::cta.b64 [$0], 1;", [], [barrier], ordered=True)
-
-
-def publish_barriers() -> None:
-    """Make initialised barriers visible to the asynchronous proxy: ``fence.mbarrier_init``, ``fence.proxy.async``."""
-    asm("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;", [], [], ordered=True)
-
-
-def fence_async_proxy() -> None:
-    """Order this thread's accesses to shared memory before later ones of the asynchronous proxy."""
-    asm("fence.proxy.async.shared::cta;", [], [], ordered=True)
-
-
-def wait_parity(barrier: Int32, parity: Int32) -> None:
-    """Wait until the phase of this parity has ended: ``mbarrier.try_wait.parity`` in a loop."""
-    code = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra again; }"
-    asm(code, [], [barrier, parity], ordered=True)
-
-
-def copy_bulk(target: Int32, source: Int64, count: int, barrier: Int32, policy: Int64 | None) -> None:
-    """``cp.async.bulk`` from global to shared memory, counted on an mbarrier."""
-    hint, argument = ("", "") if policy is None else (".L2::cache_hint", ", $4")
-    code = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint} [$0], [$1], $2, [$3]{argument};"
-    operands = [target, source, Int32(count), barrier] + ([] if policy is None else [policy])
-    asm(code, [], operands, ordered=True)
-
-
-def load_shared_vector(address: Int32) -> tuple[Uint32, ...]:
-    """``ld.shared.v4.b32``."""
-    return asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [Uint32] * 4, [address], ordered=True)
 
 
 # The names that profilers and PTX show.
