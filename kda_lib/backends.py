@@ -48,7 +48,9 @@ class BrokenBackend(KdaError):
 class Backend(StrEnum):
     """A way to compute QKVG.
 
-    - ``SKINNY``: :mod:`kda_lib.kernels.skinny_n` with one CTA for all of K; up to 2 tokens.
+    - ``SKINNY``: :mod:`kda_lib.kernels.skinny_n` as :func:`~kda_lib.kernels.config.qkvg_gemv_config` has it: a rule up
+      to :data:`RULE_TOKENS` tokens, a measured candidate up to ``GEMV_TOKENS``. How K is divided depends on M, so it is
+      not batch-invariant.
     - ``TORCH``: ``torch.mm``.
     - ``CUTE_DSL``, ``CUBLASLT``: FlashInfer ``mm_bf16`` with that backend, without PDL.
     - ``TINYGEMM``, ``TINYGEMM_PDL``: FlashInfer ``tinygemm_bf16``. With programmatic dependent launch it reads the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,17 +25,19 @@ class KdaProjection:
     launch reads them before it waits for the kernel in front of it, so work that writes them must be complete, not
     just enqueued, before a call.
 
-    Threads: one call at a time for each projection, because its second stream and events are reused; different
-    projections may be called from different threads. Tensors may be on a device other than the current one.
+    One call at a time for each projection, because its second stream, its events and the stream kernel's workspace are
+    reused: not two threads at once, and not two CUDA streams at once, replays of captured graphs included. Different
+    projections may run side by side, also on the same weights. A captured graph holds addresses inside the projection,
+    which must live as long as the graph. Tensors may be on a device other than the current one.
 
     Args:
         packed_weight: BF16 [packed_rows, 7168], row-major, 16-byte aligned, on a CUDA device: QKVG, F_A, beta, padding.
         f_b_weight: BF16 [128*H, 128], likewise, on the same device.
         tp: tensor-parallel degree, a divisor of 96.
         strategy: ``"auto"``, a name in :data:`kda_lib.strategies.STRATEGIES`, or a strategy such as
-            ``Overlap(fork="side_first")``.
-        qkvg: the backend of a separate QKVG (a name of :class:`kda_lib.backends.Backend`); ``None`` lets
-            :func:`kda_lib.backends.select_backend` choose.
+            ``Overlap(fork="wide_first")``.
+        qkvg: the backend of a separate QKVG (a name of :class:`kda_lib.backends.Backend`); it rules out ``"stream"``.
+            ``None`` lets :func:`kda_lib.backends.select_backend` choose.
         table: the measured times to choose by; nothing is then tuned. ``None`` starts from what came with the library
             for this device, and :meth:`warmup` measures what is missing.
 
@@ -61,7 +64,8 @@ class KdaProjection:
         self._tunes = table is None and backend is None
         if table is None:
             table = shipped_table(shapes, torch.cuda.get_device_name(packed.device))
-        self._facts = Facts(self._runtime.arch, shapes, table, backend)
+        sms = torch.cuda.get_device_properties(packed.device).multi_processor_count
+        self._facts = Facts(self._runtime.arch, shapes, table, backend, sms=sms)
         self._ready: dict[int, Plan] = {}
         self._warming = threading.Lock()
 
@@ -137,11 +141,28 @@ class KdaProjection:
         with torch.cuda.device(self._runtime.device), torch.no_grad():
             return plan.strategy.run(self._runtime, plan, x, outputs)
 
+    def armed(self) -> bool:
+        """Whether the stream kernel can be launched: its counters are 0, as every launch that ends leaves them.
+
+        Waits for the current stream. ``True`` where no launch was ever made.
+        """
+        with torch.cuda.device(self._runtime.device):
+            return self._runtime.armed()
+
+    def rearm(self) -> None:
+        """Clear the counters of the stream kernel, on the current stream, after a launch that was aborted half-way.
+
+        No launch of this projection may be running. The launches that follow, and the graphs that were captured, are
+        right again. Without effect for other strategies.
+        """
+        with torch.cuda.device(self._runtime.device):
+            self._runtime.rearm()
+
     def _tune(self, tokens: list[int]) -> None:
         facts, device = self._facts, self._runtime.device
         if tokens:
             table = tune(facts.arch, facts.shapes, tokens, device, facts.detect(), facts.table, TuningStore.default())
-            self._facts = Facts(facts.arch, facts.shapes, table, facts.qkvg, facts.detect)
+            self._facts = replace(facts, table=table)
 
     def _prepare(self, plan: Plan) -> Plan:
         runtime = self._runtime

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from kda_lib.arch import Arch
 from kda_lib.cache import ArtifactCache
 from kda_lib.compile import KernelConfig, compile_kernel
+from kda_lib.errors import NotWarmedUp
+from kda_lib.kernels.stream_config import WORKSPACE_BYTES, StreamConfig
 from kda_lib.launch import LoadedKernel
 from kda_lib.shapes import F_A_ROWS, HIDDEN, KdaShapes
 
@@ -20,6 +22,12 @@ DEVICE_TYPE = "cuda"
 
 #: Kernels and FlashInfer load 16 bytes at once.
 ALIGNMENT = 16
+
+#: The first bytes of the stream kernel's workspace: two 32-bit counters.
+COUNTER_BYTES = 8
+
+#: What strategies launch.
+LayerKernel: TypeAlias = KernelConfig | StreamConfig
 
 #: A loaded kernel is shared by all projections, and a launch passes through its state.
 _launching = threading.Lock()
@@ -69,6 +77,10 @@ def check_tensor(
         raise ValueError(f"{name}: expected strides {[columns, 1]}, got {list(tensor.stride())}; use .contiguous()")
     if tensor.stride(1) != 1:
         raise ValueError(f"{name}: expected a column stride of 1, got {tensor.stride(1)}; make it row-major")
+    if shape[0] > 1 and tensor.stride(0) < columns:
+        raise ValueError(
+            f"{name}: expected a row stride of at least {columns}, got {tensor.stride(0)}; rows must not overlap"
+        )
     if whole_rows and tensor.data_ptr() % ALIGNMENT:
         raise ValueError(
             f"{name}: expected an address divisible by {ALIGNMENT}, got {tensor.data_ptr():#x}; start the view at a "
@@ -78,7 +90,7 @@ def check_tensor(
 
 
 @cache
-def loaded_kernel(config: KernelConfig, arch: Arch) -> LoadedKernel:
+def loaded_kernel(config: LayerKernel, arch: Arch) -> LoadedKernel:
     """Compile, or take from the cache, and load; once a process.
 
     Raises:
@@ -89,7 +101,10 @@ def loaded_kernel(config: KernelConfig, arch: Arch) -> LoadedKernel:
 
 
 class Runtime:
-    """Weights of one layer and the streams that serve it. Calls must not overlap in time: the events are reused.
+    """Weights of one layer and what serves it: a second stream with its events, and the stream kernel's workspace.
+
+    Calls must not overlap in time, on the host or on the device, because all of these are reused. For work on two CUDA
+    streams at once make two; the weights are not copied.
 
     Args:
         packed: [packed_rows, 7168], checked. f_b: [128*H, 128], checked, same device.
@@ -103,6 +118,7 @@ class Runtime:
         self.packed, self.f_b = packed.detach(), f_b.detach()
         self.qkvg = self.packed[shapes.qkvg_slice]
         self.fa_beta = self.packed[shapes.fa_beta_slice]
+        self._workspace: torch.Tensor | None = None
         self._side: torch.cuda.Stream | None = None
         self._forked: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._joined: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -116,9 +132,9 @@ class Runtime:
         return torch.empty(m, columns, dtype=torch.bfloat16, device=self.device)
 
     def launch(
-        self, config: KernelConfig, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, stream: torch.cuda.Stream
+        self, config: LayerKernel, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
-        """Launch one of this library's kernels.
+        """Launch one of this library's GEMMs.
 
         Raises:
             CudaError: the driver refused the launch.
@@ -126,6 +142,43 @@ class Runtime:
         kernel = loaded_kernel(config, self.arch)
         with _launching:
             kernel(x.data_ptr(), w.data_ptr(), out.data_ptr(), stream=stream.cuda_stream)
+
+    def launch_stream(self, config: LayerKernel, x: torch.Tensor, out: Outputs, stream: torch.cuda.Stream) -> None:
+        """Launch the stream kernel, which writes all outputs for the tokens of x.
+
+        Raises:
+            NotWarmedUp: as :attr:`workspace`.
+            CudaError: the driver refused the launch.
+        """
+        kernel = loaded_kernel(config, self.arch)
+        tensors = (self.packed, self.f_b, x, *out, self.workspace)
+        with _launching:
+            kernel(*(tensor.data_ptr() for tensor in tensors), out.beta.stride(0), len(x), stream=stream.cuda_stream)
+
+    @property
+    def workspace(self) -> torch.Tensor:
+        """The stream kernel's workspace, ``WORKSPACE_BYTES`` on the device, made and cleared when first asked for.
+
+        Its counters are 0 before a launch, and again after it. It never lies in a graph's memory pool, which may be
+        given back before another graph's last replay.
+
+        Raises:
+            NotWarmedUp: it would have to be made while a CUDA graph is being captured.
+        """
+        if self._workspace is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise NotWarmedUp(["the workspace of the stream kernel"])
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        return self._workspace
+
+    def armed(self) -> bool:
+        """Whether the counters of the stream kernel are 0, as a launch needs them. Waits for the current stream."""
+        return self._workspace is None or not self._workspace[:COUNTER_BYTES].any()
+
+    def rearm(self) -> None:
+        """Clear the counters of the stream kernel on the current stream. No launch of it may be running."""
+        if self._workspace is not None:
+            self._workspace.zero_()
 
     @contextmanager
     def fork(self) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:

@@ -25,9 +25,10 @@ from kda_lib.backends import (
     runnable,
     select_backend,
 )
-from kda_lib.compile import KernelConfig, kernel_name
+from kda_lib.compile import kernel_name
 from kda_lib.kernels.config import qkvg_gemv_config, skinny_k_config, skinny_n_config
-from kda_lib.runtime import Outputs, Runtime, fa_beta_parts, packed_parts
+from kda_lib.kernels.stream_config import StreamConfig, stream_config
+from kda_lib.runtime import LayerKernel, Outputs, Runtime, fa_beta_parts, packed_parts
 from kda_lib.shapes import MAX_TOKENS, KdaShapes, check_tokens
 
 Fork: TypeAlias = Literal["wide_first", "side_first"]
@@ -38,7 +39,8 @@ class Facts:
     """What a plan depends on beside M and the strategy.
 
     qkvg: the backend to use whatever the table says, or ``None``. detect: asked only by strategies that choose a
-    backend, so that a broken FlashInfer does not stop those that do without.
+    backend, so that a broken FlashInfer does not stop those that do without. sms: multiprocessors of the device;
+    ``None`` where they are not known, which rules out ``stream``.
     """
 
     arch: Arch
@@ -46,13 +48,14 @@ class Facts:
     table: TuningTable = field(default_factory=TuningTable)
     qkvg: Backend | None = None
     detect: Callable[[], Installed] = detect_installed
+    sms: int | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a call with m tokens does.
 
-    qkvg: backend of a separate QKVG, ``None`` where the packed GEMM includes it. kernels: this library's kernels that
+    qkvg: backend of a separate QKVG, ``None`` where another launch includes it. kernels: this library's kernels that
     are launched, by part. reason: why this strategy.
     """
 
@@ -60,15 +63,15 @@ class Plan:
     strategy: Strategy
     reason: str
     qkvg: Choice | None = None
-    kernels: tuple[tuple[str, KernelConfig], ...] = ()
+    kernels: tuple[tuple[str, LayerKernel], ...] = ()
 
-    def kernel(self, part: str) -> KernelConfig:
+    def kernel(self, part: str) -> LayerKernel:
         """The configuration for a part. Raises KeyError where none is planned."""
         return dict(self.kernels)[part]
 
     @property
     def backend(self) -> Backend:
-        """Of the separate QKVG. Raises ValueError where the packed GEMM includes it."""
+        """Of the separate QKVG. Raises ValueError where there is none."""
         if self.qkvg is None:
             raise ValueError(f"plan: expected one with a QKVG backend, got {self.strategy}; use Overlap")
         return self.qkvg.backend
@@ -83,7 +86,8 @@ class Plan:
                 f" in clusters of {launch.cluster}" if launch.cluster > 1 else ""
             )
             pdl = "with" if launch.pdl else "without"
-            lines.append(f"{part}: kernel {kernel_name(config)} ({config.fma} FMA), {shape}, {pdl} PDL.")
+            fma = "" if isinstance(config, StreamConfig) else f" ({config.fma} FMA)"
+            lines.append(f"{part}: kernel {kernel_name(config)}{fma}, {shape}, {pdl} PDL.")
         return "\n".join(lines)
 
 
@@ -96,8 +100,8 @@ class Strategy(ABC):
         return self.name
 
     @abstractmethod
-    def refusal(self, arch: Arch, shapes: KdaShapes, m: int) -> str | None:
-        """Why it cannot run there, in words, or ``None``."""
+    def refusal(self, facts: Facts, m: int) -> str | None:
+        """Why it cannot run there, in words, or ``None``. Pure."""
 
     @abstractmethod
     def plan(self, facts: Facts, m: int, reason: str) -> Plan:
@@ -117,7 +121,7 @@ class Sequential(Strategy):
 
     name = "sequential"
 
-    def refusal(self, arch: Arch, shapes: KdaShapes, m: int) -> str | None:
+    def refusal(self, facts: Facts, m: int) -> str | None:
         return None
 
     def plan(self, facts: Facts, m: int, reason: str) -> Plan:
@@ -137,10 +141,11 @@ class Sequential(Strategy):
 class Overlap(Strategy):
     """QKVG on the current stream; F_A/beta, then F_B, on a second one. Up to 16 tokens.
 
-    fork: which branch is launched first, ``"wide_first"`` (QKVG) or ``"side_first"``. With ``out``, beta is copied.
+    fork: which branch is launched first, ``"side_first"`` or ``"wide_first"`` (QKVG). With ``out``, beta is copied.
+    Side first is the default because it has the lower median for 1 to 9 tokens on an H200 (notebook 05).
     """
 
-    fork: Fork = "wide_first"
+    fork: Fork = "side_first"
 
     name = "overlap"
 
@@ -151,21 +156,21 @@ class Overlap(Strategy):
     def __str__(self) -> str:
         return f"{self.name} ({self.fork.replace('_', ' ')})"
 
-    def refusal(self, arch: Arch, shapes: KdaShapes, m: int) -> str | None:
-        if not has_kernels(arch):
-            return f"its kernels are not built for {arch}"
+    def refusal(self, facts: Facts, m: int) -> str | None:
+        if not has_kernels(facts.arch):
+            return f"its kernels are not built for {facts.arch}"
         if m > MAX_TOKENS:
             return f"its kernels take up to {MAX_TOKENS} tokens"
         try:
-            skinny_n_config(arch, m, shapes)
-            skinny_k_config(arch, m, shapes)
+            skinny_n_config(facts.arch, m, facts.shapes)
+            skinny_k_config(facts.arch, m, facts.shapes)
         except ValueError as error:
-            return f"its kernels are not configured for TP{shapes.tp} ({error})"
+            return f"its kernels are not configured for TP{facts.shapes.tp} ({error})"
         return None
 
     def plan(self, facts: Facts, m: int, reason: str) -> Plan:
         choice = _qkvg_choice(facts, m)
-        kernels: list[tuple[str, KernelConfig]] = [
+        kernels: list[tuple[str, LayerKernel]] = [
             ("F_A/beta", skinny_n_config(facts.arch, m, facts.shapes)),
             ("F_B", skinny_k_config(facts.arch, m, facts.shapes)),
         ]
@@ -200,6 +205,58 @@ class Overlap(Strategy):
         return out
 
 
+@dataclass(frozen=True)
+class Stream(Strategy):
+    """Everything in one launch of a kernel that reads each weight once (:mod:`kda_lib.kernels.stream`).
+
+    Up to 16 tokens, from sm_90 on. A row has the same bits whatever M, the other rows and the number of SMs are.
+    ``out`` is written directly. pdl: launch with programmatic dependent launch, so that the first weights are read
+    while the kernel in front ends.
+    """
+
+    pdl: bool = True
+
+    name = "stream"
+
+    #: The one part of its plans.
+    PART: ClassVar[str] = "QKVG, F_A/beta and F_B"
+
+    def __str__(self) -> str:
+        return self.name if self.pdl else f"{self.name} (without PDL)"
+
+    def refusal(self, facts: Facts, m: int) -> str | None:
+        arch = facts.arch
+        if not has_kernels(arch):
+            return f"its kernel is not built for {arch}"
+        if not arch.has_clusters:
+            return f"{arch} lacks bulk copies to shared memory, which begin with sm_90"
+        if m > MAX_TOKENS:
+            return f"its kernel takes up to {MAX_TOKENS} tokens"
+        if facts.qkvg is not None:
+            return f"it computes QKVG itself, and {facts.qkvg} was asked for"
+        try:
+            self._config(facts)
+        except ValueError as error:
+            return f"its kernel is not configured for TP{facts.shapes.tp} ({error})"
+        return None
+
+    def plan(self, facts: Facts, m: int, reason: str) -> Plan:
+        return Plan(m, self, reason, kernels=((self.PART, self._config(facts)),))
+
+    def run(self, runtime: Runtime, plan: Plan, x: torch.Tensor, out: Outputs | None) -> Outputs:
+        shapes = runtime.shapes
+        if out is None:
+            out = Outputs(*(runtime.empty(plan.m, rows) for rows in (shapes.qkvg_rows, shapes.f_b_rows, shapes.heads)))
+        runtime.launch_stream(plan.kernel(self.PART), x, out, torch.cuda.current_stream(runtime.device))
+        return out
+
+    def _config(self, facts: Facts) -> StreamConfig:
+        """The same for every M, so that one kernel serves all."""
+        if facts.sms is None:
+            raise ValueError("sms: expected the number of SMs, got None; ask the device")
+        return stream_config(facts.arch, facts.shapes, facts.sms, pdl=self.pdl)
+
+
 def _qkvg_choice(facts: Facts, m: int) -> Choice:
     installed = facts.detect()
     if facts.qkvg is None:
@@ -232,6 +289,7 @@ AUTO = "auto"
 
 register(Sequential())
 register(Overlap())
+register(Stream())
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy | None:
@@ -263,7 +321,7 @@ def make_plan(facts: Facts, m: int, strategy: Strategy | None) -> Plan:
     check_tokens(m, max(m, MAX_TOKENS) if isinstance(m, int) else MAX_TOKENS)
     if strategy is None:
         strategy, reason = _choose(facts, m)
-    elif refusal := strategy.refusal(facts.arch, facts.shapes, m):
+    elif refusal := strategy.refusal(facts, m):
         raise ValueError(
             f"strategy: expected one that runs on {facts.arch} for M = {m}, got {strategy.name}: {refusal}; use "
             f"'{AUTO}' or '{Sequential.name}'"
@@ -274,20 +332,30 @@ def make_plan(facts: Facts, m: int, strategy: Strategy | None) -> Plan:
 
 
 def _choose(facts: Facts, m: int) -> tuple[Strategy, str]:
-    """The fastest measured strategy that can run; where fewer than two were measured, overlap up to its limit."""
+    """The fastest measured strategy that can run; where fewer than two were measured, a rule.
+
+    The rule: stream wherever it can run, since it reads every weight once and nothing else; overlap up to its limit
+    otherwise.
+    """
     times = {
         name: us
         for name, us in facts.table.strategy_us.get(m, {}).items()
-        if name in STRATEGIES and STRATEGIES[name].refusal(facts.arch, facts.shapes, m) is None
+        if name in STRATEGIES and STRATEGIES[name].refusal(facts, m) is None
     }
     if len(times) > 1:
         ranked = sorted(times, key=lambda name: times[name])
         listed = ", ".join(f"{name} {times[name]:.1f} us" for name in ranked)
         return STRATEGIES[ranked[0]], f"it is the fastest measured: {listed}"
-    overlap, sequential = STRATEGIES[Overlap.name], STRATEGIES[Sequential.name]
-    if refusal := overlap.refusal(facts.arch, facts.shapes, m):
-        return sequential, f"overlap cannot run here: {refusal}"
+    stream, overlap, sequential = (STRATEGIES[kind.name] for kind in (Stream, Overlap, Sequential))
+    unmeasured = "no strategies were measured against each other"
+    if (no_stream := stream.refusal(facts, m)) is None:
+        return stream, f"it reads every weight once, in one launch, and {unmeasured}"
+    if no_overlap := overlap.refusal(facts, m):
+        return sequential, f"stream cannot run here ({no_stream}), nor can overlap ({no_overlap})"
     limit = facts.table.overlap_limit
     if m <= limit:
-        return overlap, f"overlap is the default up to M = {limit}, and no strategies were measured against each other"
-    return sequential, f"M is above the overlap limit, {limit}"
+        return (
+            overlap,
+            f"stream cannot run here ({no_stream}), overlap is the default up to M = {limit}, and {unmeasured}",
+        )
+    return sequential, f"stream cannot run here ({no_stream}), and M is above the overlap limit, {limit}"

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ import torch
 from kda_lib import reference as ref
 from kda_lib import runtime
 from kda_lib.arch import Arch
-from kda_lib.compile import KernelConfig
-from kda_lib.kernels.config import SkinnyNConfig
+from kda_lib.kernels.config import SkinnyKConfig, SkinnyNConfig
+from kda_lib.kernels.stream_config import F_A_START, StreamConfig
+from kda_lib.runtime import LayerKernel
 from kda_lib.shapes import F_A_ROWS, HIDDEN, KdaShapes
 
 
@@ -28,13 +30,13 @@ def words(address: int, rows: int, stride: int) -> np.ndarray:
 class FakeCuda:
     """One device. ``log`` has everything that would have been enqueued, in order; ``capturing`` and ``fail`` are knobs.
 
-    fail: the part of the log line of a launch that raises instead.
+    fail: the part of the log line of a launch that raises instead. sms: too few for the stream kernel if below 2.
     """
 
-    def __init__(self, arch: Arch) -> None:
-        self.arch = arch
+    def __init__(self, arch: Arch, sms: int = 132) -> None:
+        self.arch, self.sms = arch, sms
         self.log: list[str] = []
-        self.compiled: list[KernelConfig] = []
+        self.compiled: list[LayerKernel] = []
         self.capturing = False
         self.fail: str | None = None
         self.streams: dict[int, FakeStream] = {}
@@ -69,7 +71,7 @@ class FakeEvent:
 class FakeKernel:
     """Runs the host model on the memory that it is given, on the side where a kernel would run."""
 
-    def __init__(self, cuda: FakeCuda, config: KernelConfig) -> None:
+    def __init__(self, cuda: FakeCuda, config: SkinnyNConfig | SkinnyKConfig) -> None:
         self.cuda, self.config = cuda, config
 
     def __call__(self, x: int, w: int, out: int, *, stream: int) -> None:
@@ -85,6 +87,43 @@ class FakeKernel:
             inputs = np.stack([rows[m * c.x_stride : m * c.x_stride + c.k] for m in range(c.m)])
             result = ref.model_skinny_k(c, inputs, weights)
         words(out, c.m, c.n)[:] = result
+
+
+class FakeStreamKernel:
+    """What the stream kernel must give, up to the order of additions, on the memory that it is given.
+
+    Sums are FP64, rounded once. Counters that are set let F_B begin before f_a is there, as on a device.
+    """
+
+    def __init__(self, cuda: FakeCuda, config: StreamConfig) -> None:
+        self.cuda, self.config = cuda, config
+
+    def __call__(
+        self,
+        packed: int,
+        f_b: int,
+        x: int,
+        qkvg: int,
+        g1: int,
+        beta: int,
+        workspace: int,
+        beta_stride: int,
+        m: int,
+        *,
+        stream: int,
+    ) -> None:
+        s = self.config.shapes
+        self.cuda.launch(f"stream M={m} on {self.cuda.streams[stream].name}")
+        sums = ref.f64_to_bf16(ref.project_fp64(words(x, m, HIDDEN), words(packed, s.packed_rows, HIDDEN)))
+        wide, f_a, narrow = np.split(sums, [s.qkvg_rows, s.qkvg_rows + F_A_ROWS], axis=1)
+        words(qkvg, m, s.qkvg_rows)[:] = wide
+        for token in range(m):
+            words(beta + 2 * token * beta_stride, 1, s.heads)[0] = narrow[token, : s.heads]
+        counters, kept = words(workspace, 1, 4), words(workspace + F_A_START, m, F_A_ROWS)
+        early = kept.copy()
+        kept[:] = f_a
+        gate = early if counters.any() else kept
+        words(g1, m, s.f_b_rows)[:] = ref.f64_to_bf16(ref.project_fp64(gate, words(f_b, s.f_b_rows, F_A_ROWS)))
 
 
 def random(rows: int, columns: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -103,9 +142,9 @@ def layer_weights(tp: int) -> Weights:
 
 
 @contextmanager
-def fake_cuda(patch: pytest.MonkeyPatch, arch: Arch) -> Iterator[FakeCuda]:
+def fake_cuda(patch: pytest.MonkeyPatch, arch: Arch, sms: int = 132) -> Iterator[FakeCuda]:
     """Let CPU tensors pass for tensors of one device of this architecture."""
-    cuda = FakeCuda(arch)
+    cuda = FakeCuda(arch, sms)
     mm = torch.mm
 
     def logged_mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -122,18 +161,26 @@ def fake_cuda(patch: pytest.MonkeyPatch, arch: Arch) -> Iterator[FakeCuda]:
         def __exit__(self, *_: object) -> None:
             pass
 
-    def compiled(config: KernelConfig, target: Arch, **_: Any) -> KernelConfig:
+    def compiled(config: LayerKernel, target: Arch, **_: Any) -> LayerKernel:
         assert not cuda.capturing, "nothing may be compiled during capture"
         cuda.compiled.append(config)
         return config
 
+    def loaded(config: LayerKernel) -> FakeKernel | FakeStreamKernel:
+        if isinstance(config, StreamConfig):
+            return FakeStreamKernel(cuda, config)
+        return FakeKernel(cuda, config)
+
     patch.setattr(runtime, "DEVICE_TYPE", "cpu")
     patch.setattr(Arch, "of_device", classmethod(lambda cls, device=None: arch))
     patch.setattr(runtime, "compile_kernel", compiled)
-    patch.setattr(runtime, "LoadedKernel", lambda config: FakeKernel(cuda, config))
+    patch.setattr(runtime, "LoadedKernel", loaded)
     patch.setattr(torch, "mm", logged_mm)
     patch.setattr(torch.cuda, "device", CurrentDevice)
     patch.setattr(torch.cuda, "get_device_name", lambda device=None: f"fake {arch}")
+    patch.setattr(
+        torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=cuda.sms)
+    )
     patch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.main)
     patch.setattr(torch.cuda, "Stream", lambda device=None: FakeStream(cuda, f"side{len(cuda.streams)}"))
     patch.setattr(torch.cuda, "Event", FakeEvent)

@@ -19,8 +19,10 @@ from kda_lib.cache import ArtifactCache, CacheEntry
 from kda_lib.compile import compile_kernel
 from kda_lib.errors import CompileError, CompilerCrashed, UnknownTarget
 from kda_lib.kernels.fma import FmaForm, supports
+from kda_lib.kernels.stream_config import stream_config
 from kda_lib.lab import matrix, provenance, records, sass
 from kda_lib.lab.matrix import Row, compile_matrix, matrix_claims, run_matrix
+from kda_lib.shapes import KdaShapes
 
 ROOT = Path(__file__).resolve().parent.parent
 SUBSET: dict[str, Any] = {"targets": ("sm_90a", "sm_100a"), "m_values": (1, 3)}
@@ -41,18 +43,25 @@ def rows(cache: ArtifactCache) -> list[Row]:
     return compile_matrix(**SUBSET, workers=2, cache=cache, progress=False)
 
 
+def gemms(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["kernel"] != "stream"]
+
+
 def find(rows: list[Row], kernel: str, fma: str, target: str, m: int) -> Row:
-    (row,) = (r for r in rows if (r["kernel"], r["fma"], r["target"], r["M"]) == (kernel, fma, target, m))
+    (row,) = (r for r in gemms(rows) if (r["kernel"], r["fma"], r["target"], r["M"]) == (kernel, fma, target, m))
     return row
 
 
 def test_rows_follow_the_arguments(rows: list[Row]) -> None:
-    assert [(r["kernel"], r["fma"], r["target"], r["M"]) for r in rows] == [
+    assert [(r["kernel"], r["fma"], r["target"], r["M"]) for r in gemms(rows)] == [
         (kernel, fma, target, m)
         for kernel in ("skinny_n", "skinny_k")
         for fma in ("native", "portable-cvt", "portable-shift")
         for target in ("sm_90a", "sm_100a")
         for m in (1, 3)
+    ]
+    assert [(r["kernel"], r["target"], r["tp"]) for r in rows[len(gemms(rows)) :]] == [
+        ("stream", target, tp) for target in ("sm_90a", "sm_100a") for tp in (4, 8, 16)
     ]
     for row in rows:
         records.ROW.validate_python(row)
@@ -60,16 +69,21 @@ def test_rows_follow_the_arguments(rows: list[Row]) -> None:
 
 def test_accepted_rows_say_what_became_of_the_kernel(rows: list[Row], cache: ArtifactCache) -> None:
     accepted = [row for row in rows if row["outcome"] == "ok"]
-    assert len(accepted) == 20
+    assert len(accepted) == 20 + 6
     for row in accepted:
         assert 0 < row["registers"] <= 255
         assert row["spills"] == row["stack_bytes"] == 0
-        assert (row["smem_bytes"] > 0) == (row["kernel"] == "skinny_n")
+        assert (row["smem_bytes"] > 0) == (row["kernel"] != "skinny_k")
         assert row["code_bytes"] % sass.INSTRUCTION_BYTES == 0
-        assert row["sass"]["FHFMA" if row["fma"] == "native" else "FFMA"] > 0
-        assert (row["cvt_per_fma"] == 0) == (row["fma"] == "native")
         assert len(row["cubin_sha256"]) == 64
         assert 0 < row["seconds"] < 60
+    for row in gemms(accepted):
+        assert row["sass"]["FHFMA" if row["fma"] == "native" else "FFMA"] > 0
+        assert (row["cvt_per_fma"] == 0) == (row["fma"] == "native")
+    for row in accepted[20:]:
+        config = stream_config(Arch.parse(row["target"]), KdaShapes(row["tp"]), matrix.SMS, pdl=True)
+        assert row["smem_bytes"] >= config.launch.smem, "dynamic shared memory counts"
+        assert row.keys().isdisjoint({"fma", "M", "sass", "cvt_per_fma"})
     assert len({row["cubin_sha256"] for row in accepted}) == len(accepted)
 
 
@@ -88,8 +102,9 @@ def test_claims_hold(rows: list[Row]) -> None:
     assert {claim.id for claim in claims.values() if not claim.holds} == set()
     assert set(claims) == {
         "native-accepted", "native-rejected", "portable-accepted", "no-crash", "no-spills", "no-stack",
-        "native-no-conversion", "shift-not-dearer",
+        "native-no-conversion", "shift-not-dearer", "stream-accepted",
     }  # fmt: skip
+    assert claims["stream-accepted"].statement == "the stream kernel compiles on sm_90a, sm_100a"
     assert claims["native-accepted"].statement == "native compiles on sm_100a"
     assert claims["native-rejected"].statement.startswith("native is rejected on sm_90a,")
     assert claims["portable-accepted"].statement == "portable compiles on sm_90a, sm_100a"
@@ -117,8 +132,22 @@ def test_claims_see_what_is_wrong(claim: str, where: tuple[str, str], change: Ro
     assert claim in {c.id for c in matrix_claims(changed) if not c.holds}
 
 
+@pytest.mark.parametrize(
+    ("claim", "change"),
+    [
+        ("stream-accepted", {"outcome": "failed"}),
+        ("no-crash", {"outcome": "crashed"}),
+        ("no-spills", {"spills": 4}),
+        ("no-stack", {"stack_bytes": 16}),
+    ],
+)
+def test_claims_see_what_is_wrong_with_the_stream_kernel(claim: str, change: Row, rows: list[Row]) -> None:
+    failed = {c.id for c in matrix_claims([*rows[:-1], rows[-1] | change]) if not c.holds}
+    assert claim in failed
+
+
 def test_claims_about_nothing_are_left_out(rows: list[Row]) -> None:
-    hopper = [row for row in rows if row["target"] == "sm_90a" and row["fma"] == "native"]
+    hopper = [row for row in gemms(rows) if row["target"] == "sm_90a" and row["fma"] == "native"]
     assert {claim.id for claim in matrix_claims(hopper)} == {"native-rejected", "no-crash"}
 
 
@@ -138,17 +167,22 @@ def test_a_unit_gives_the_same_rows_in_this_process(rows: list[Row], cache: Arti
 
 
 def test_plan_is_the_whole_matrix() -> None:
-    units = matrix.plan(tuple(matrix.KERNELS), TARGETS, matrix.M_VALUES, matrix.FORMS)
+    units = matrix.plan(matrix.KERNELS, TARGETS, matrix.M_VALUES, matrix.FORMS)
     jobs = [job for unit in units for job in unit]
     with_cvt = sum(supports(Arch.parse(target), FmaForm.CVT) for target in TARGETS)
-    assert len(jobs) == len(set(jobs)) == 2 * 16 * (2 * len(TARGETS) + with_cvt)
+    with_clusters = sum(Arch.parse(target).has_clusters for target in TARGETS)
+    assert len(jobs) == len(set(jobs)) == 2 * 16 * (2 * len(TARGETS) + with_cvt) + 3 * with_clusters
     assert all(len({job.arch for job in unit}) == 1 for unit in units)
 
 
 @pytest.mark.parametrize(
     ("argument", "error", "message"),
     [
-        ({"kernels": ("skinny_n", "gemm")}, ValueError, "kernels: expected some of skinny_n, skinny_k, got gemm"),
+        (
+            {"kernels": ("skinny_n", "gemm")},
+            ValueError,
+            "kernels: expected some of skinny_n, skinny_k, stream, got gemm",
+        ),
         ({"targets": ("sm_90a", "h1000")}, ValueError, "target: expected one of .* got 'h1000'"),
         ({"m_values": (1, 17)}, ValueError, "M: expected 1 to 16 tokens, got 17"),
         ({"m_values": (True,)}, TypeError, "M: expected an int, got bool"),

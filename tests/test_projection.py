@@ -21,8 +21,10 @@ from kda_lib.autotune import TuningStore, TuningTable
 from kda_lib.backends import Backend, BrokenBackend
 from kda_lib.errors import NotWarmedUp
 from kda_lib.kernels.config import qkvg_gemv_config, skinny_k_config, skinny_n_config
+from kda_lib.kernels.stream_config import F_A_START, WORKSPACE_BYTES, stream_config
+from kda_lib.runtime import Runtime
 from kda_lib.shapes import F_A_ROWS, HIDDEN
-from kda_lib.strategies import Overlap, Strategy
+from kda_lib.strategies import Overlap, Strategy, Stream
 
 HOPPER = Arch.parse("h200")
 TP16 = KdaShapes(16)
@@ -76,7 +78,9 @@ def reference(m: int) -> tuple[ref.KdaReference, ref.KdaReference]:
 
 
 @pytest.mark.parametrize("m", [1, 2, 5])
-@pytest.mark.parametrize("strategy", ["sequential", "overlap", Overlap(fork="side_first"), "auto"], ids=str)
+@pytest.mark.parametrize(
+    "strategy", ["sequential", "overlap", Overlap(fork="wide_first"), "stream", Stream(pdl=False), "auto"], ids=str
+)
 def test_results(cuda: FakeCuda, weights: Weights, strategy: str | Strategy, m: int) -> None:
     """Pointers, offsets and strides are right: the played kernels read and write the memory they are given."""
     outputs = project(weights, strategy=strategy)(random(m, HIDDEN, 3))
@@ -113,7 +117,7 @@ def test_sequential_outputs_are_views_and_weights_are_not_copied(cuda: FakeCuda,
     assert (qkvg[:, 0] != 0).all()
 
 
-@pytest.mark.parametrize("strategy", ["sequential", "overlap"])
+@pytest.mark.parametrize("strategy", ["sequential", "overlap", "stream"])
 def test_out_is_written(cuda: FakeCuda, weights: Weights, strategy: str) -> None:
     x = random(2, HIDDEN, 6)
     proj = project(weights, strategy=strategy)
@@ -129,7 +133,7 @@ def test_out_is_written(cuda: FakeCuda, weights: Weights, strategy: str) -> None
 
 def test_parameters_that_want_gradients(cuda: FakeCuda, weights: Weights) -> None:
     parameters = tuple(torch.nn.Parameter(weight) for weight in weights)
-    for strategy in ("sequential", "overlap"):
+    for strategy in ("sequential", "overlap", "stream"):
         outputs = project(parameters, strategy=strategy)(random(5, HIDDEN, 7).requires_grad_())
         assert not any(part.requires_grad for part in outputs)
 
@@ -196,7 +200,11 @@ def test_the_second_stream_is_never_the_callers(
 
 
 def test_warmup_prepares_everything(cuda: FakeCuda, weights: Weights) -> None:
-    """After it, capture neither compiles nor synchronises (the played CUDA fails on both), for every M."""
+    """After it, capture neither compiles nor synchronises (the played CUDA fails on both), for every M.
+
+    With one SM, stream cannot run.
+    """
+    cuda.sms = 1
     proj = project(weights, table=GEMV_AT_3)
     proj.warmup(range(1, 17))
     configs = {*(skinny_n_config(HOPPER, m, TP16) for m in range(1, 15)),
@@ -213,6 +221,67 @@ def test_warmup_prepares_everything(cuda: FakeCuda, weights: Weights) -> None:
     assert set(cuda.compiled) == configs
 
 
+@pytest.mark.parametrize("strategy", ["auto", "stream"])
+def test_one_stream_kernel_is_compiled_for_every_m(cuda: FakeCuda, weights: Weights, strategy: str) -> None:
+    proj = project(weights, strategy=strategy)
+    proj.warmup(range(1, 17))
+    assert cuda.compiled == [stream_config(HOPPER, TP16, cuda.sms, pdl=True)]
+    cuda.capturing = True
+    for m in (1, 8, 16):
+        launches(cuda)
+        proj(random(m, HIDDEN, m))
+        assert launches(cuda) == [f"stream M={m} on main"]
+    assert len(cuda.compiled) == 1
+
+
+def test_the_workspace_is_made_by_warmup_and_kept(
+    cuda: FakeCuda, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each projection, also where they share weights; other strategies have none; capture makes none."""
+    made: list[torch.Tensor] = []
+    zeros = torch.zeros
+
+    def logged(*shape: int, **options: Any) -> torch.Tensor:
+        tensor = zeros(*shape, **options)
+        if options.get("dtype") == torch.uint8:
+            assert not cuda.capturing
+            made.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "zeros", logged)
+    project(weights, strategy="overlap").warmup([2])
+    assert made == []
+    for proj in (project(weights, strategy="stream"), project(weights, strategy="stream")):
+        proj.warmup([3, 4])
+        cuda.capturing = True
+        proj(random(3, HIDDEN, 1))
+        cuda.capturing = False
+        proj(random(5, HIDDEN, 1))
+    assert [tensor.numel() for tensor in made] == [WORKSPACE_BYTES] * 2
+    assert len({tensor.data_ptr() for tensor in made}) == 2
+    runtime = Runtime(TP16, *weights)
+    cuda.capturing = True
+    with pytest.raises(NotWarmedUp, match="the workspace of the stream kernel"):
+        _ = runtime.workspace
+
+
+def test_rearm_after_an_aborted_launch(cuda: FakeCuda, weights: Weights) -> None:
+    """Counters that a launch left set spoil the next one, until they are cleared."""
+    proj, x = project(weights, strategy="stream"), random(3, HIDDEN, 5)
+    assert proj.armed()
+    proj.rearm()
+    want = proj(x)
+    assert proj.armed()
+    runtime = proj._runtime
+    runtime.workspace[:4] = torch.tensor([5, 0, 0, 0], dtype=torch.uint8)
+    runtime.workspace[F_A_START:] = 0
+    assert not proj.armed()
+    assert not torch.equal(proj(x).g1, want.g1)
+    proj.rearm()
+    assert proj.armed()
+    assert all(torch.equal(a, b) for a, b in zip(proj(x), want, strict=True))
+
+
 def test_kernels_are_loaded_once_for_all_layers(cuda: FakeCuda, weights: Weights) -> None:
     for _ in range(3):
         project(weights, strategy="overlap").warmup([5])
@@ -225,6 +294,7 @@ def test_kernels_are_loaded_once_for_all_layers(cuda: FakeCuda, weights: Weights
         ("overlap", 2, "M = 2 (overlap: F_A/beta by skinny_n, F_B by skinny_k, QKVG by skinny_n)"),
         ("overlap", 5, "M = 5 (overlap: QKVG by torch.mm, F_A/beta by skinny_n, F_B by skinny_k)"),
         ("sequential", 3, "M = 3 (sequential)"),
+        ("stream", 3, "M = 3 (stream: QKVG, F_A/beta and F_B by stream)"),
     ],
 )
 def test_capture_of_what_is_not_warmed_up(
@@ -283,6 +353,7 @@ def tunable(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> l
 
 def test_warmup_tunes_and_capture_chooses_alike(cuda: FakeCuda, weights: Weights, tunable: list[Any]) -> None:
     """Only M with a choice and a separate QKVG; another layer takes the stored times; a later M changes nothing."""
+    cuda.sms = 1  # stream cannot run
     proj = project(weights)
     proj.warmup([1, 2, 3, 15])
     assert tunable == [3]
@@ -299,6 +370,17 @@ def test_warmup_tunes_and_capture_chooses_alike(cuda: FakeCuda, weights: Weights
     assert (other(random(3, HIDDEN, 15)).qkvg == 1).all(), "the played tinygemm writes 1"
     assert other.plan(3) == chosen
     assert tunable == [3, 4]
+
+
+def test_nothing_is_tuned_for_stream(cuda: FakeCuda, weights: Weights, tunable: list[Any]) -> None:
+    """And what auto chose unmeasured it chooses in capture."""
+    proj = project(weights)
+    before = [proj.plan(m) for m in range(1, 17)]
+    proj.warmup(range(1, 17))
+    cuda.capturing = True
+    assert [proj.plan(m) for m in range(1, 17)] == before
+    assert {plan.strategy for plan in before} == {Stream()}
+    assert tunable == []
 
 
 def test_without_flashinfer_the_gemv_is_measured_against_torch(
@@ -319,8 +401,8 @@ def test_without_flashinfer_the_gemv_is_measured_against_torch(
 def test_a_given_table_or_backend_is_final(cuda: FakeCuda, weights: Weights, tunable: list[Any]) -> None:
     given = TuningTable({3: {Backend.TINYGEMM: 1.0, Backend.TORCH: 2.0}})
     for options, backend in (
-        ({"table": given}, Backend.TINYGEMM),
-        ({"table": TuningTable()}, Backend.TORCH),
+        ({"strategy": "overlap", "table": given}, Backend.TINYGEMM),
+        ({"strategy": "overlap", "table": TuningTable()}, Backend.TORCH),
         ({"qkvg": "flashinfer-cublaslt"}, Backend.CUBLASLT),
     ):
         proj = project(weights, **options)
@@ -340,7 +422,7 @@ def test_a_broken_backend_is_not_replaced(
     flashinfer = sys.modules["flashinfer"]
     monkeypatch.setattr(flashinfer.gemm, "mm_bf16", fails)
     with pytest.raises(BrokenBackend, match=r"lacks|is_backend_supported"):
-        project(weights).warmup([3])
+        project(weights, strategy="overlap").warmup([3])
     gemm = fake_flashinfer.install(monkeypatch, [])
     proj = project(weights, qkvg="flashinfer-cublaslt")
     proj.plan(3)
@@ -351,10 +433,11 @@ def test_a_broken_backend_is_not_replaced(
         proj(random(3, HIDDEN, 16))
 
 
-def test_sequential_needs_no_flashinfer(cuda: FakeCuda, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_need_no_flashinfer(cuda: FakeCuda, weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flashinfer.install(monkeypatch, [])
     monkeypatch.setitem(sys.modules, "flashinfer.gemm", None)
-    project(weights, strategy="sequential").warmup([3])
+    for strategy in ("sequential", "stream", "auto"):
+        project(weights, strategy=strategy).warmup([3])
     with pytest.raises(BrokenBackend):
         project(weights, strategy="overlap").warmup([3])
 

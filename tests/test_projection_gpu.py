@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from gpu_tools import GPU_ONLY, POISON, LateCopy, device, launched
+from gpu_tools import GPU_ONLY, POISON, LateCopy, device
 from kernel_threads import random_bits
 from test_reference_model import accumulation_bound
 
@@ -20,16 +20,19 @@ from kda_lib.autotune import TuningStore, TuningTable
 from kda_lib.backends import Backend, detect_installed, runnable, select_backend
 from kda_lib.compile import KernelConfig
 from kda_lib.errors import NotWarmedUp
+from kda_lib.lab.validation import gate_inputs
 from kda_lib.launch import check
 from kda_lib.runtime import Outputs, Runtime
 from kda_lib.shapes import F_A_ROWS, HIDDEN, MAX_TOKENS
-from kda_lib.strategies import Overlap, Sequential, Strategy
+from kda_lib.strategies import Overlap, Sequential, Strategy, Stream
 
 pytestmark = GPU_ONLY
 
 ALL_M = range(1, MAX_TOKENS + 1)
 TP8 = KdaShapes(8)
-STRATEGIES = [Sequential(), Overlap(), Overlap(fork="side_first"), "auto"]
+STRATEGIES: list[Strategy] = [Sequential(), Overlap(), Overlap(fork="wide_first")]
+if torch.cuda.is_available() and Arch.of_device().has_clusters:
+    STRATEGIES += [Stream(), Stream(pdl=False)]
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +102,13 @@ def check_part(name: str, part: torch.Tensor, exact: np.ndarray, bound: np.ndarr
 
 def check_against_fp64(layer: Layer, proj: KdaProjection, m: int) -> None:
     """F_B is judged by the f_a that the projection gave it, which comes out of the same kernel again."""
-    shapes, x, plan = layer.shapes, layer.x[:m], proj.plan(m)
+    shapes, x = layer.shapes, layer.x[:m]
     got = proj(x)
     check_part("qkvg", got.qkvg, layer.exact.qkvg[:m], layer.bound[:m, shapes.qkvg_slice])
     check_part(
         "beta", got.beta, layer.exact.beta[:m], layer.bound[:m, shapes.qkvg_rows + F_A_ROWS :][:, : shapes.heads]
     )
-    if plan.kernels:
-        fa_beta = launched(plan.kernel("F_A/beta"), Arch.of_device(), x, layer.packed[shapes.fa_beta_slice])
-    else:
-        fa_beta = ref.bits_of_tensor(torch.mm(x, layer.packed.T)[:, shapes.fa_beta_slice])
-    f_a, f_b = fa_beta[:, :F_A_ROWS], ref.bits_of_tensor(layer.f_b)
+    f_a, f_b = ref.bits_of_tensor(gate_inputs(proj, x, layer.packed)), ref.bits_of_tensor(layer.f_b)
     check_part("g1", got.g1, ref.project_fp64(f_a, f_b), accumulation_bound(f_a, f_b, F_A_ROWS))
 
 
@@ -206,9 +205,13 @@ def test_replay_equals_eager(layer: Layer, strategy: str | Strategy) -> None:
 
 
 def test_kernel_nodes(layer: Layer) -> None:
-    """Overlap: QKVG and two more. Sequential: the packed GEMM and F_B. A GEMM counts as it does when captured alone."""
+    """Overlap: QKVG and two more. Sequential: the packed GEMM and F_B. A GEMM counts as it does when captured alone.
+
+    Stream: one.
+    """
     sequential, overlap = layer.project("sequential"), layer.project("overlap")
-    for proj in (sequential, overlap):
+    streams = [layer.project(strategy) for strategy in STRATEGIES if isinstance(strategy, Stream)]
+    for proj in (sequential, overlap, *streams):
         proj.warmup(ALL_M)
     packed, f_b, f_a = layer.packed, layer.f_b, torch.mm(layer.x, layer.packed.T)[:, TP8.fa_beta_slice][:, :F_A_ROWS]
     for m in ALL_M:
@@ -224,12 +227,15 @@ def test_kernel_nodes(layer: Layer) -> None:
         assert kernel_nodes(captured(lambda x=x: sequential(x))[0]) == gemm + short
         if m <= 2 or overlap.plan(m).backend is Backend.TORCH:
             assert kernel_nodes(captured(lambda x=x: overlap(x))[0]) == (1 if m <= 2 else qkvg) + 2
+        for stream in streams:
+            assert kernel_nodes(captured(lambda x=x, stream=stream: stream(x))[0]) == 1
 
 
-def test_many_layers_in_one_graph(layer: Layer) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES[1:2] + STRATEGIES[3:4], ids=str)
+def test_many_layers_in_one_graph(layer: Layer, strategy: Strategy) -> None:
     """69 layers, 8 of them with weights of their own, captured once; every layer's outputs are those of eager."""
     weights = [layer.packed.roll(place, 0) for place in range(8)]
-    projections = [KdaProjection(weights[i % 8], layer.f_b, strategy="overlap", table=TuningTable()) for i in range(69)]
+    projections = [KdaProjection(weights[i % 8], layer.f_b, strategy=strategy, table=TuningTable()) for i in range(69)]
     for m in (2, 14):
         for proj in projections:
             proj.warmup([m])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
@@ -16,9 +17,10 @@ from kda_lib import Arch, KdaProjection, KdaShapes, strategies
 from kda_lib.autotune import TuningTable
 from kda_lib.backends import Backend, Installed
 from kda_lib.kernels.config import GEMV_TOKENS, qkvg_gemv_config
+from kda_lib.kernels.stream_config import stream_config
 from kda_lib.runtime import Outputs, Runtime
 from kda_lib.shapes import HIDDEN
-from kda_lib.strategies import Facts, Overlap, Plan, Sequential, Strategy, make_plan
+from kda_lib.strategies import Facts, Overlap, Plan, Sequential, Strategy, Stream, make_plan
 
 HOPPER = Arch.parse("h200")
 UNKNOWN = Arch.of_capability((13, 0))
@@ -43,21 +45,88 @@ def project(weights: Weights, **options: Any) -> KdaProjection:
 
 
 def facts(arch: Arch, installed: Installed = FLASHINFER_0_7_4, **fields: Any) -> Facts:
+    """Of a device whose number of SMs is not known, where stream cannot run, unless ``sms`` says it."""
     return Facts(arch, TP16, detect=lambda: installed, **fields)
 
 
-@pytest.mark.parametrize("arch", ["8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "10.7", "11.0", "12.0", "12.1", "13.0"])
+#: SMs of a product with this capability; (10, 7) and (13, 0) have none that is known here.
+SMS = {
+    "8.0": 108, "8.6": 84, "8.9": 142, "9.0": 132, "10.0": 148, "10.3": 148, "10.7": 148, "11.0": 20, "12.0": 170,
+    "12.1": 48, "13.0": 148,
+}  # fmt: skip
+NO_KERNELS = ("10.7", "13.0")
+
+
+@pytest.mark.parametrize("arch", SMS)
 @pytest.mark.parametrize("installed", [Installed(), FLASHINFER_0_7_4], ids=["alone", "flashinfer"])
-def test_auto_is_overlap_up_to_the_limit_where_kernels_exist(arch: str, installed: Installed) -> None:
+def test_auto_by_rule(arch: str, installed: Installed) -> None:
+    """Unmeasured: stream up to 16 tokens from sm_90 on; overlap up to its limit below; sequential otherwise."""
     for m in (1, 2, 3, 4, 5, 14, 15, 16, 17, 1000):
-        found = facts(Arch.parse(arch), installed)
+        found = facts(Arch.parse(arch), installed, sms=SMS[arch])
         plan = make_plan(found, m, None)
-        overlaps = m <= 14 and arch not in ("10.7", "13.0")
-        assert plan.strategy == (Overlap() if overlaps else Sequential())
+        if arch in NO_KERNELS or m > 16:
+            expected, parts = Sequential(), []
+        elif SMS[arch] and not arch.startswith("8"):
+            expected, parts = Stream(), [Stream.PART]
+        elif m <= 14:
+            expected, parts = Overlap(), ["F_A/beta", "F_B"] + ["QKVG"] * (m <= 2)
+        else:
+            expected, parts = Sequential(), []
+        assert plan.strategy == expected
+        assert [part for part, _ in plan.kernels] == parts
         assert plan == make_plan(found, m, None), "the same facts give the same plan"
-        assert [part for part, _ in plan.kernels] == (["F_A/beta", "F_B"] + ["QKVG"] * (m <= 2) if overlaps else [])
     with pytest.raises(FrozenInstanceError):
         plan.m = 3  # type: ignore[misc]
+
+
+def test_reasons_of_the_rule() -> None:
+    def reason(arch: str, m: int, **fields: Any) -> str:
+        return make_plan(facts(Arch.parse(arch), **{"sms": 132, **fields}), m, None).reason
+
+    unmeasured = "no strategies were measured against each other"
+    assert reason("9.0", 16) == f"it reads every weight once, in one launch, and {unmeasured}"
+    assert reason("8.9", 3) == (
+        "stream cannot run here (sm_89 lacks bulk copies to shared memory, which begin with sm_90), overlap is the "
+        f"default up to M = 14, and {unmeasured}"
+    )
+    assert reason("9.0", 16, sms=1) == (
+        "stream cannot run here (its kernel is not configured for TP16 (sms: expected at least 2, got 1; use "
+        "overlap)), and M is above the overlap limit, 14"
+    )
+    assert reason("9.0", 17) == (
+        "stream cannot run here (its kernel takes up to 16 tokens), nor can overlap (its kernels take up to 16 tokens)"
+    )
+    assert reason("13.0", 1).startswith("stream cannot run here (its kernel is not built for sm_130a), nor can overlap")
+    assert "its kernel is not configured for TP16 (sms: expected the number of SMs" in reason("9.0", 1, sms=None)
+
+
+@pytest.mark.parametrize("arch", ["9.0", "10.0", "10.3", "11.0", "12.0", "12.1"])
+@pytest.mark.parametrize("tp", [4, 8, 16])
+def test_one_stream_kernel_serves_every_m(arch: str, tp: int) -> None:
+    found = Facts(Arch.parse(arch), KdaShapes(tp), sms=SMS[arch], detect=Installed)
+    for strategy in (Stream(), Stream(pdl=False)):
+        configs = {make_plan(found, m, strategy).kernel(Stream.PART) for m in range(1, 17)}
+        (config,) = configs
+        assert config == stream_config(found.arch, found.shapes, SMS[arch], pdl=strategy.pdl)
+        assert config.launch.grid == SMS[arch]
+        assert config.launch.pdl == strategy.pdl
+
+
+def test_stream_is_refused_in_words() -> None:
+    odd_heads = Facts(HOPPER, KdaShapes(32), sms=132, detect=Installed)
+    small = facts(HOPPER, sms=132)
+    for found, m, words in (
+        (facts(Arch.parse("8.0"), sms=108), 1, "sm_80 lacks bulk copies"),
+        (facts(UNKNOWN, sms=148), 1, "its kernel is not built for sm_130a"),
+        (small, 17, "its kernel takes up to 16 tokens"),
+        (odd_heads, 1, r"not configured for TP32 \(tp: expected one with an even number of heads, got 32"),
+        (facts(HOPPER), 1, r"sms: expected the number of SMs, got None; ask the device"),
+        (facts(HOPPER, sms=132, qkvg=Backend.TORCH), 1, r"it computes QKVG itself, and torch\.mm was asked for"),
+    ):
+        with pytest.raises(ValueError, match=f"strategy: .*got stream: .*{words}.*use 'auto' or 'sequential'"):
+            make_plan(found, m, Stream())
+        assert make_plan(found, m, None).strategy != Stream()
+        assert (Stream().refusal(found, m) is None) == (found is small and m <= 16)
 
 
 def test_auto_takes_the_fastest_measured_strategy() -> None:
@@ -69,10 +138,24 @@ def test_auto_takes_the_fastest_measured_strategy() -> None:
     assert "fastest measured: sequential 25.0 us, overlap 26.0 us" in plan(sequential=25.0, overlap=26.0).reason
     assert plan(sequential=25.0).strategy == Overlap(), "one time decides nothing"
     assert plan(sequential=25.0, unheard_of=1.0).strategy == Overlap()
+    assert plan(sequential=25.0, overlap=26.0, stream=1.0).strategy == Sequential(), "its SMs are not known"
     table = TuningTable(strategy_us={17: {"sequential": 25.0, "overlap": 20.0}}, overlap_limit=2)
     assert make_plan(facts(HOPPER, table=table), 17, None).strategy == Sequential(), "overlap does not take 17"
     assert make_plan(facts(HOPPER, table=table), 3, None).strategy == Sequential()
     assert "above the overlap limit, 2" in make_plan(facts(HOPPER, table=table), 3, None).reason
+
+
+@pytest.mark.parametrize("pairs", [{"stream": 22.0, "overlap": 25.0}, {"stream": 25.0, "overlap": 22.0}])
+def test_auto_takes_stream_where_it_was_measured_fastest(pairs: dict[str, float]) -> None:
+    """From a table that went through JSON; a table that lacks stream decides between the others."""
+    fastest = min(pairs, key=lambda name: pairs[name])
+    written = json.loads(json.dumps(TuningTable(strategy_us={3: {**pairs, "sequential": 29.0}}).to_json()))
+    plan = make_plan(facts(HOPPER, sms=132, table=TuningTable.from_json(written)), 3, None)
+    assert plan.strategy.name == fastest
+    assert plan.reason.startswith(f"it is the fastest measured: {fastest} 22.0 us, ")
+    older = TuningTable(strategy_us={3: {"sequential": 29.0, "overlap": 25.0}})
+    assert make_plan(facts(HOPPER, sms=132, table=older), 3, None).strategy == Overlap()
+    assert make_plan(facts(HOPPER, sms=132, table=older), 4, None).strategy == Stream(), "nothing was measured for 4"
 
 
 @pytest.mark.parametrize("m", [3, 4])
@@ -94,8 +177,16 @@ def test_the_gemv_is_planned_where_it_was_measured_fastest(installed: Installed,
 
 def test_explain(cuda: FakeCuda, weights: Weights) -> None:
     assert project(weights).explain(5) == (
-        "sm_90a, TP16, M = 5: overlap (wide first), because overlap is the default up to M = 14, and no strategies "
-        "were measured against each other.\n"
+        "sm_90a, TP16, M = 5: stream, because it reads every weight once, in one launch, and no strategies were "
+        "measured against each other.\n"
+        "QKVG, F_A/beta and F_B: kernel stream, 132 CTAs of 352 threads in clusters of 2, with PDL."
+    )
+    assert project(weights, strategy=Stream(pdl=False)).explain(16) == (
+        "sm_90a, TP16, M = 16: stream (without PDL), because it was asked for.\n"
+        "QKVG, F_A/beta and F_B: kernel stream, 132 CTAs of 352 threads in clusters of 2, without PDL."
+    )
+    assert project(weights, strategy="overlap").explain(5) == (
+        "sm_90a, TP16, M = 5: overlap (side first), because it was asked for.\n"
         "QKVG: torch.mm, because FlashInfer is not installed.\n"
         "F_A/beta: kernel skinny_n (portable-shift FMA), 252 CTAs of 64 threads in clusters of 7, with PDL.\n"
         "F_B: kernel skinny_k (portable-shift FMA), 64 CTAs of 192 threads, with PDL."
@@ -103,9 +194,10 @@ def test_explain(cuda: FakeCuda, weights: Weights) -> None:
     unmeasured = (
         "QKVG: torch.mm, because none of skinny_gemv, torch.mm has been measured on this device for M = 3, TP16."
     )
-    assert unmeasured in project(weights).explain(3)
-    assert project(weights).explain(16) == (
-        "sm_90a, TP16, M = 16: sequential, because M is above the overlap limit, 14."
+    assert unmeasured in project(weights, strategy="overlap").explain(3)
+    assert project(weights).explain(17) == (
+        "sm_90a, TP16, M = 17: sequential, because stream cannot run here (its kernel takes up to 16 tokens), nor can "
+        "overlap (its kernels take up to 16 tokens)."
     )
 
 
@@ -142,7 +234,7 @@ class Zeros(Strategy):
 
     name = "zeros"
 
-    def refusal(self, arch: Arch, shapes: KdaShapes, m: int) -> str | None:
+    def refusal(self, facts: Facts, m: int) -> str | None:
         return None if m <= 2 else "it takes up to 2 tokens"
 
     def plan(self, facts: Facts, m: int, reason: str) -> Plan:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import fake_flashinfer
 import numpy as np
@@ -20,7 +21,7 @@ from kda_lib.lab import records, replay, validation
 from kda_lib.lab.graphs import lanes, node_counts
 from kda_lib.lab.validation import Errors, Layer
 from kda_lib.shapes import F_A_ROWS, HIDDEN
-from kda_lib.strategies import Facts, Overlap, Sequential, Strategy, make_plan
+from kda_lib.strategies import Facts, Overlap, Sequential, Strategy, Stream, make_plan
 
 HOPPER = Arch.parse("h200")
 TP16 = KdaShapes(16)
@@ -133,18 +134,25 @@ def test_kernels_equal_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("strategy", [Sequential(), Overlap()], ids=str)
+@pytest.mark.parametrize("strategy", [Sequential(), Overlap(), Stream()], ids=str)
 def test_layers_are_judged_by_fp64(strategy: Strategy) -> None:
     layer = Layer.random(16, np.random.default_rng(3))
     x, packed, f_b = layer.tensors("cpu")
     proj = KdaProjection(packed, f_b, tp=16, strategy=strategy, table=TuningTable())
     errors = layer.errors(proj, x[:3], packed)
-    assert errors.outputs == 3 * (TP16.qkvg_rows + TP16.f_b_rows + TP16.heads)
+    assert errors.outputs == 3 * (TP16.qkvg_rows + F_A_ROWS + TP16.f_b_rows + TP16.heads)
     assert errors.beyond_bound == 0
     assert errors.cosine > 0.9999998
     assert layer.qkvg_errors(proj(x[:3]).qkvg).outputs == 3 * TP16.qkvg_rows
-    other = Layer(layer.shapes, layer.x, layer.packed, layer.f_b[::-1].copy())
-    assert other.errors(proj, x[:3], packed).beyond_bound > 0
+    f_a = slice(TP16.qkvg_rows, TP16.qkvg_rows + F_A_ROWS)
+    for change in ("f_b", "f_a"):
+        packed_bits, f_b_bits = layer.packed.copy(), layer.f_b.copy()
+        if change == "f_b":
+            f_b_bits = f_b_bits[::-1]
+        else:
+            packed_bits[f_a] = packed_bits[f_a][::-1]
+        other = Layer(layer.shapes, layer.x, packed_bits, f_b_bits)
+        assert other.errors(proj, x[:3], packed).beyond_bound > 0, change
     assert layer.scaled(0.5).exact.max() == layer.exact.max() / 2
 
 
@@ -162,7 +170,7 @@ class Leaky:
 @pytest.mark.usefixtures("cuda")
 def test_what_a_special_spoils() -> None:
     x = random(3, HIDDEN, 4)
-    for strategy in ("sequential", "overlap"):
+    for strategy in ("sequential", "overlap", "stream"):
         assert validation.spoiled(project(strategy), x, 1, float("nan")) == (0, 0)
     assert validation.spoiled(Leaky(True), x, 1, float("nan"))[0] == 8  # type: ignore[arg-type]
     assert validation.spoiled(Leaky(False), x, 1, float("nan")) == (0, 1)  # type: ignore[arg-type]
@@ -188,15 +196,48 @@ def test_replays_are_compared_with_eager_calls() -> None:
     assert replay.replay_differences(keep_the_old, eager, x, outputs, inputs) == 5 * 16
 
 
+class Recorded:
+    """A captured call on the CPU: it is called again."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.replay = call
+
+
+@pytest.mark.usefixtures("cuda")
+def test_endurance_compares_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits, and the input that each replay must read; a replay that goes wrong once is counted once."""
+    monkeypatch.setattr(replay, "capture", lambda call: (Recorded(call), None))
+    proj, inputs = project(Stream()), random(3 * 2, HIDDEN, 7).view(3, 2, HIDDEN)
+    outputs = 2 * (TP16.qkvg_rows + TP16.f_b_rows + TP16.heads)
+    assert replay.endurance(proj, inputs, 5) == (5, 5 * outputs, 0, True)
+    right, calls = KdaProjection.__call__, iter(range(100))
+
+    def wrong_once(self: KdaProjection, x: torch.Tensor, out: Any = None) -> Any:
+        results = right(self, x, out)
+        # One call for the widths, three for what is wanted, and one before the capture come first.
+        if next(calls) == 5 + 3:
+            results.beta[1, 2] += 1
+        return results
+
+    monkeypatch.setattr(KdaProjection, "__call__", wrong_once)
+    assert replay.endurance(proj, inputs, 5).differing == 1
+    monkeypatch.setattr(KdaProjection, "__call__", lambda self, x, out=None: right(self, inputs[0], out))
+    assert replay.endurance(proj, inputs, 1).differing == 0
+    stale = iter([0, 0, 1, 2, 0, 0, 0, 2])
+    monkeypatch.setattr(KdaProjection, "__call__", lambda self, x, out=None: right(self, inputs[next(stale)], out))
+    assert replay.endurance(proj, inputs, 3).differing > outputs // 2, "the second replay read an old input"
+
+
 # --- graphs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("strategy", "m", "kernels", "wide"), [
     (Sequential(), 8, 3, 1), (Overlap(), 2, 3, 2), (Overlap(), 8, 4, 2), (Overlap(fork="side_first"), 8, 4, 2),
+    (Stream(), 1, 1, 1), (Stream(), 16, 1, 1),
 ])  # fmt: skip
 def test_predicted_graphs(strategy: Strategy, m: int, kernels: int, wide: int) -> None:
     """A library GEMM of two kernels: one more node; lanes do not grow with the layers."""
-    plan = make_plan(Facts(HOPPER, KdaShapes(8), detect=Installed), m, strategy)
+    plan = make_plan(Facts(HOPPER, KdaShapes(8), detect=Installed, sms=132), m, strategy)
     for layers in (1, 5):
         graph = replay.predicted_graph(plan, layers, {"packed GEMM": 2, "QKVG": 2, "F_B": 1})
         assert node_counts(graph).kernels == layers * kernels
@@ -207,7 +248,7 @@ def test_predicted_graphs(strategy: Strategy, m: int, kernels: int, wide: int) -
 
 @pytest.mark.usefixtures("cuda")
 def test_the_branches_are_those_that_are_launched(cuda: FakeCuda) -> None:
-    for strategy in (Sequential(), Overlap()):
+    for strategy in (Sequential(), Overlap(), Stream()):
         proj = project(strategy)
         proj.warmup([3])
         cuda.log.clear()
@@ -215,7 +256,8 @@ def test_the_branches_are_those_that_are_launched(cuda: FakeCuda) -> None:
         launched = [line for line in cuda.log if " on " in line]
         parts = [part for branch in replay.branches(proj.plan(3)) for part in branch]
         assert len(launched) == len(parts)
-        assert sum("skinny" in line for line in launched) == sum(part in dict(proj.plan(3).kernels) for part in parts)
+        own = sum(part in dict(proj.plan(3).kernels) for part in parts)
+        assert sum(line.startswith(("skinny", "stream")) for line in launched) == own
 
 
 def test_with_stride_puts_nan_beside_x() -> None:

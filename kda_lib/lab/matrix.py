@@ -2,6 +2,7 @@
 
 A row says whether the compiler took the kernel and, where it did, what it made of it. `sass` counts the opcodes from
 the first FMA to the last; `cvt_per_fma` counts the conversions of the whole kernel: some lie above the first FMA.
+The stream kernel has neither: one of it serves every M, on tensor cores, so its rows tell TP degrees apart instead.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kda_lib.compile import Artifact, KernelConfig, compile_isolated, compile_ke
 from kda_lib.errors import CompileError, CompilerCrashed, UnknownTarget, UnsupportedInstruction
 from kda_lib.kernels.config import skinny_k_config, skinny_n_config
 from kda_lib.kernels.fma import FmaForm, portable_form, supports
+from kda_lib.kernels.stream_config import StreamConfig, stream_config
 from kda_lib.lab import provenance, records, sass
 from kda_lib.lab.profile import CPU
 from kda_lib.shapes import MAX_TOKENS, KdaShapes
@@ -39,10 +41,15 @@ Row = dict[str, Any]
 Compiler = Callable[..., Artifact]
 
 NAME = "compile_matrix"
-KERNELS: dict[str, Callable[..., KernelConfig]] = {"skinny_n": skinny_n_config, "skinny_k": skinny_k_config}
+GEMMS: dict[str, Callable[..., KernelConfig]] = {"skinny_n": skinny_n_config, "skinny_k": skinny_k_config}
+STREAM = "stream"
+KERNELS = (*GEMMS, STREAM)
 FORMS = tuple(FmaForm)
 M_VALUES = range(1, MAX_TOKENS + 1)
 SHAPES = KdaShapes(tp=8)
+#: What the stream kernel is compiled for: TP degrees, and the SMs of an H200, whatever the target.
+DEGREES = (4, 8, 16)
+SMS = 132
 
 #: Exception -> how a row calls it; the first that fits counts.
 OUTCOMES: dict[type[CompileError], str] = {
@@ -58,7 +65,7 @@ OK = "ok"
 class Job:
     """One kernel to compile for one target."""
 
-    config: KernelConfig
+    config: KernelConfig | StreamConfig
     arch: Arch
 
 
@@ -69,24 +76,28 @@ Unit = tuple[Job, ...]
 def plan(
     kernels: Sequence[str], targets: Sequence[str], m_values: Sequence[int], forms: Sequence[FmaForm]
 ) -> list[Unit]:
-    """What is to be compiled, as units. The cvt form is left out where the target has no ``cvt.f32.bf16``.
+    """What is to be compiled, as units. The cvt form is left out where the target has no ``cvt.f32.bf16``, the stream
+    kernel where it has no clusters.
 
     Raises:
         TypeError, ValueError: an unknown kernel or target, or an M that no kernel takes; nothing was compiled.
     """
     if unknown := [name for name in kernels if name not in KERNELS]:
         raise ValueError(f"kernels: expected some of {', '.join(KERNELS)}, got {', '.join(unknown)}")
-    units = []
-    for kernel, form, target in product(kernels, forms, targets):
-        arch = Arch.parse(target)
+    archs = [Arch.parse(target) for target in targets]
+    units: list[Unit] = []
+    for kernel, form, arch in product([name for name in kernels if name in GEMMS], forms, archs):
         if form is not FmaForm.CVT or supports(arch, form):
-            units.append(tuple(Job(KERNELS[kernel](arch, m, SHAPES, form=form), arch) for m in m_values))
+            units.append(tuple(Job(GEMMS[kernel](arch, m, SHAPES, form=form), arch) for m in m_values))
+    for arch in archs if STREAM in kernels else []:
+        if arch.has_clusters:
+            units.append(tuple(Job(stream_config(arch, KdaShapes(tp), SMS, pdl=True), arch) for tp in DEGREES))
     return units
 
 
 def compile_matrix(
     *,
-    kernels: Sequence[str] = tuple(KERNELS),
+    kernels: Sequence[str] = KERNELS,
     targets: Sequence[str] = TARGETS,
     m_values: Sequence[int] = M_VALUES,
     forms: Sequence[FmaForm] = FORMS,
@@ -94,9 +105,10 @@ def compile_matrix(
     cache: ArtifactCache | None = None,
     progress: bool = True,
 ) -> list[Row]:
-    """Compile everything asked for, TP8 shapes, and give one row a kernel, in the order of the arguments.
+    """Compile everything asked for and give one row a kernel, in the order of the arguments, the stream kernel last.
 
     Args:
+        m_values, forms: of the skinny kernels, which have TP8 shapes.
         workers: processes; the CPUs that this process may use by default.
         progress: a bar on a terminal, plain lines elsewhere, on standard error.
 
@@ -158,13 +170,19 @@ def run_matrix(output: Path, **selection: Any) -> records.Result:
 def matrix_claims(rows: Sequence[Row]) -> list[records.Claim]:
     """What the rows show; a claim about rows that are not there is left out."""
     ok = [row for row in rows if row["outcome"] == OK]
-    native = [row for row in rows if row["fma"] == FmaForm.NATIVE]
+    gemms = [row for row in rows if row["kernel"] != STREAM]
+    native = [row for row in gemms if row["fma"] == FmaForm.NATIVE]
     has = [row for row in native if supports(Arch.parse(row["target"]), FmaForm.NATIVE)]
     lacks = [row for row in native if row not in has]
-    portable = [row for row in rows if row["fma"] == portable_form(Arch.parse(row["target"]))]
+    portable = [row for row in gemms if row["fma"] == portable_form(Arch.parse(row["target"]))]
+    stream = [row for row in rows if row["kernel"] == STREAM]
     named = {"outcome": OUTCOMES[UnsupportedInstruction], "instruction": "fma.rn.f32.bf16", "lowest_target": "sm_100"}
     unexplained = [row for row in rows if row["outcome"] in ("crashed", "failed")]
-    costs = {(row["kernel"], row["target"], row["M"], row["fma"]): row["cvt_per_fma"] for row in ok}
+    costs = {
+        (row["kernel"], row["target"], row["M"], row["fma"]): row["cvt_per_fma"]
+        for row in gemms
+        if row["outcome"] == OK
+    }
     forms = [
         (costs[key], costs[(*key[:3], FmaForm.CVT)])
         for key in costs
@@ -176,6 +194,8 @@ def matrix_claims(rows: Sequence[Row]) -> list[records.Claim]:
          "kernels that are not", lacks, sum(any(row.get(k) != v for k, v in named.items()) for row in lacks)),
         ("portable-accepted", f"portable compiles on {_targets(portable)}", "kernels that do not", portable,
          _not_ok(portable)),
+        ("stream-accepted", f"the stream kernel compiles on {_targets(stream)}", "kernels that do not", stream,
+         _not_ok(stream)),
         ("no-crash", "no compile crashed or failed for another reason", "kernels", rows, len(unexplained)),
         ("no-spills", "no kernel spills registers", "bytes at most", ok, max((r["spills"] for r in ok), default=0)),
         ("no-stack", "no kernel has a stack frame", "bytes at most", ok,
@@ -245,26 +265,21 @@ def _attempt(job: Job, compiler: Compiler, cache: ArtifactCache | None) -> tuple
 
 
 def _row(job: Job, result: Artifact | CompileError, seconds: float, listings: Iterator[list[sass.Instruction]]) -> Row:
-    row: Row = {
-        "kernel": kernel_name(job.config),
-        "fma": str(job.config.fma),
-        "target": job.arch.target,
-        "M": job.config.m,
-        "outcome": OK,
-        "seconds": round(seconds, 3),
-    }
+    config = job.config
+    row: Row = {"kernel": kernel_name(config), "target": job.arch.target, "outcome": OK, "seconds": round(seconds, 3)}
+    row |= {"tp": config.tp} if isinstance(config, StreamConfig) else {"fma": str(config.fma), "M": config.m}
     if isinstance(result, CompileError):
         return row | _refusal(result)
-    instructions = next(listings)
-    resources, mix = sass.read_resources(result.cubin), sass.instruction_mix(instructions)
+    instructions, resources = next(listings), sass.read_resources(result.cubin)
+    if not isinstance(config, StreamConfig):
+        mix = sass.instruction_mix(instructions)
+        row |= {"sass": mix.region, "cvt_per_fma": mix.conversions_per_fma}
     return row | {
         "registers": resources.registers,
         "spills": sass.spills(instructions).store_bytes,
         "stack_bytes": resources.stack_bytes,
-        "smem_bytes": resources.smem_bytes,
+        "smem_bytes": resources.smem_bytes + result.launch.smem,
         "code_bytes": resources.code_bytes,
-        "sass": mix.region,
-        "cvt_per_fma": mix.conversions_per_fma,
         "cubin_sha256": result.cubin_sha256,
     }
 

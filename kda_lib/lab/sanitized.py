@@ -1,8 +1,9 @@
-"""A small process that launches the skinny kernels, to be run under compute-sanitizer: no torch, little else.
+"""A small process that launches this library's kernels, to be run under compute-sanitizer: no torch, little else.
 
     compute-sanitizer --tool racecheck python -m kda_lib.lab.sanitized
 
-Every output is compared with the host model. Exit code 1: bits differ.
+Every output of the skinny kernels is compared with the host model, every one of the stream kernel with fp64. Exit code
+1: bits differ, an error is beyond its bound, or the stream kernel left a counter set.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import numpy as np
 from kda_lib import reference
 from kda_lib.arch import Arch
 from kda_lib.cache import ArtifactCache
-from kda_lib.compile import compile_kernel
+from kda_lib.compile import AnyConfig, compile_kernel
 from kda_lib.kernels.config import SkinnyKConfig, SkinnyNConfig, skinny_k_config, skinny_n_config
+from kda_lib.kernels.stream_config import F_A_START, WORKSPACE_BYTES, stream_config
+from kda_lib.lab.validation import Errors, Layer, accumulation_bound
 from kda_lib.launch import LoadedKernel, check
-from kda_lib.shapes import HIDDEN, KdaShapes
+from kda_lib.shapes import F_A_ROWS, HIDDEN, KdaShapes
 
 #: Tokens that the issue of the sanitizer runs names: both sides of every change of configuration.
 TOKENS = (1, 2, 8, 14, 16)
+#: One kernel serves every M: the ends, and the last M that has one tile of tokens.
+STREAM_TOKENS = (1, 8, 16)
 
 
 @contextmanager
@@ -43,19 +48,38 @@ def _on_device(*arrays: np.ndarray[Any, Any]) -> Iterator[list[int]]:
 
 
 def main() -> int:
-    """Launch both kernels for each M of :data:`TOKENS`; the number of outputs that differ from the model."""
+    """Launch every kernel; the number of outputs, and of counters, that are wrong."""
     from cuda.bindings import driver
 
     check("cuInit", driver.cuInit(0))
     device = check("cuDeviceGet", driver.cuDeviceGet(0))
     check("cuCtxSetCurrent", driver.cuCtxSetCurrent(check("primary", driver.cuDevicePrimaryCtxRetain(device))))
-    attribute = driver.CUdevice_attribute
-    capability = (
-        check("major", driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)),
-        check("minor", driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)),
-    )
-    arch, shapes, rng = Arch.of_capability(capability), KdaShapes(8), np.random.default_rng(0)
-    wrong = 0
+
+    def attribute(name: str) -> int:
+        which = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check(name, driver.cuDeviceGetAttribute(which, device)))
+
+    arch = Arch.of_capability((attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")))
+    rng = np.random.default_rng(0)
+    wrong = _skinny(arch, rng)
+    if arch.has_clusters:
+        wrong += _stream(arch, attribute("MULTIPROCESSOR_COUNT"), rng)
+    return wrong
+
+
+def _loaded(config: AnyConfig, arch: Arch) -> LoadedKernel:
+    return LoadedKernel(compile_kernel(config, arch, cache=ArtifactCache.default()))
+
+
+def _read(array: np.ndarray[Any, Any], pointer: int) -> None:
+    from cuda.bindings import driver
+
+    check("cuMemcpyDtoH", driver.cuMemcpyDtoH(array.ctypes.data, pointer, array.nbytes))
+
+
+def _skinny(arch: Arch, rng: np.random.Generator) -> int:
+    """Both kernels for each M of :data:`TOKENS`, TP8; the outputs that differ from the model."""
+    shapes, wrong = KdaShapes(8), 0
     for m in TOKENS:
         short = skinny_k_config(arch, m, shapes)
         jobs: tuple[tuple[SkinnyNConfig | SkinnyKConfig, int, Callable[..., reference.Bits]], ...] = (
@@ -63,16 +87,42 @@ def main() -> int:
             (short, short.x_stride, reference.model_skinny_k),
         )
         for config, stride, model in jobs:
-            kernel = LoadedKernel(compile_kernel(config, arch, cache=ArtifactCache.default()))
+            kernel = _loaded(config, arch)
             x, w = reference.cancelling_inputs(rng, m, config.n, config.k)
             wide = np.zeros((m, stride), np.uint16)
             wide[:, : config.k] = x
             out = np.full((m, config.n), reference.BF16_NAN, np.uint16)
-            with _on_device(wide, w, out) as (x_pointer, w_pointer, out_pointer):
-                kernel(x_pointer, w_pointer, out_pointer, stream=0)
-                check("cuMemcpyDtoH", driver.cuMemcpyDtoH(out.ctypes.data, out_pointer, out.nbytes))
+            with _on_device(wide, w, out) as pointers:
+                kernel(*pointers, stream=0)
+                _read(out, pointers[-1])
             wrong += int((out != model(config, x, w)).sum())
             print(f"{kernel.artifact.kernel} M={m}: launched", flush=True)
+    return wrong
+
+
+def _stream(arch: Arch, sms: int, rng: np.random.Generator) -> int:
+    """The stream kernel for each M of :data:`STREAM_TOKENS`, TP16; outputs beyond their bound and counters left set."""
+    layer, wrong = Layer.random(16, rng), 0
+    shapes = layer.shapes
+    kernel = _loaded(stream_config(arch, shapes, sms, pdl=True), arch)
+    workspace = np.zeros(WORKSPACE_BYTES, np.uint8)
+    for m in STREAM_TOKENS:
+        widths = (shapes.qkvg_rows, shapes.f_b_rows, shapes.heads)
+        qkvg, g1, beta = (np.full((m, width), reference.BF16_NAN, np.uint16) for width in widths)
+        with _on_device(layer.packed, layer.f_b, layer.x[:m], qkvg, g1, beta, workspace) as pointers:
+            kernel(*pointers, shapes.heads, m, stream=0)
+            results: tuple[np.ndarray[Any, Any], ...] = (qkvg, g1, beta, workspace)
+            for array, pointer in zip(results, pointers[3:], strict=True):
+                _read(array, pointer)
+        f_a = workspace[F_A_START:].view(np.uint16).reshape(-1, F_A_ROWS)[:m]
+        used = shapes.qkvg_rows + F_A_ROWS + shapes.heads
+        for got, exact, bound in (
+            (np.concatenate([qkvg, f_a, beta], axis=1), layer.exact[:m, :used], layer.bound[:m, :used]),
+            (g1, reference.project_fp64(f_a, layer.f_b), accumulation_bound(f_a, layer.f_b, F_A_ROWS)),
+        ):
+            wrong += Errors.of(got, exact, bound).beyond_bound
+        wrong += int(workspace[:F_A_START].any())
+        print(f"{kernel.artifact.kernel} M={m}: launched", flush=True)
     return wrong
 
 

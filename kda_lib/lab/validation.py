@@ -315,27 +315,33 @@ class Layer:
         return Errors.of(ref.bits_of_tensor(qkvg), self.exact[place], self.bound[place])
 
     def errors(self, proj: KdaProjection, x: torch.Tensor, packed: torch.Tensor) -> Errors:
-        """Of all three outputs of a projection of this layer.
+        """Of all outputs of a projection of this layer, f_a among them.
 
-        F_B is judged by the f_a that it was given, which the same GEMM gives again: an f_a that rounds differently is
-        no error of F_B, but moves g1 by more than F_B's own.
+        F_B is judged by the f_a that it was given (:func:`gate_inputs`): an f_a that rounds differently is no error of
+        F_B, but moves g1 by more than F_B's own.
         """
-        import torch
-
-        m, shapes, plan = len(x), self.shapes, proj.plan(len(x))
-        if plan.kernels:
-            fa_beta = launch(plan.kernel("F_A/beta"), Arch.of_device(x.device), x, packed[shapes.fa_beta_slice])
-        else:
-            fa_beta = torch.mm(x, packed.T)[:, shapes.fa_beta_slice]
-        f_a = ref.bits_of_tensor(fa_beta[:, :F_A_ROWS])
-        first_beta = shapes.qkvg_rows + F_A_ROWS
-        places = [(slice(m), shapes.qkvg_slice), (slice(m), slice(first_beta, first_beta + shapes.heads))]
-        qkvg, g1, beta = proj(x)
+        m, shapes = len(x), self.shapes
+        f_a = ref.bits_of_tensor(gate_inputs(proj, x, packed))
+        place = (slice(m), slice(shapes.qkvg_rows + F_A_ROWS + shapes.heads))
+        qkvg, g1, beta = (ref.bits_of_tensor(part) for part in proj(x))
         return Errors.of(
-            _flat([ref.bits_of_tensor(part) for part in (qkvg, beta, g1)]),
-            _flat([*(self.exact[place] for place in places), ref.project_fp64(f_a, self.f_b)]),
-            _flat([*(self.bound[place] for place in places), accumulation_bound(f_a, self.f_b, F_A_ROWS)]),
+            _flat([np.concatenate([qkvg, f_a, beta], axis=1), g1]),
+            _flat([self.exact[place], ref.project_fp64(f_a, self.f_b)]),
+            _flat([self.bound[place], accumulation_bound(f_a, self.f_b, F_A_ROWS)]),
         )
+
+
+def gate_inputs(proj: KdaProjection, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """f_a [m, 128], finite, as the projection's own strategy gives it to F_B: g1 of an F_B that is the identity."""
+    import torch
+
+    from kda_lib.projection import KdaProjection
+
+    shapes, plan = proj.shapes, proj.plan(len(x))
+    identity = torch.eye(F_A_ROWS, dtype=packed.dtype, device=packed.device).repeat(shapes.heads, 1)
+    qkvg = None if plan.qkvg is None else plan.backend
+    same = KdaProjection(packed, identity, tp=shapes.tp, strategy=plan.strategy, qkvg=qkvg, table=proj.table)
+    return same(x).g1[:, :F_A_ROWS]
 
 
 def _flat(parts: Sequence[Any]) -> Any:
