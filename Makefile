@@ -11,7 +11,7 @@ LAB = $(PY) -m kda_lib.lab
 STAMP = $(VENV)/.setup-done
 
 .DEFAULT_GOAL = help
-.PHONY: help setup reproduce test lint lab notebooks check-fresh verify-claims compile-matrix dsl-matrix clean
+.PHONY: help setup reproduce test lint lab notebooks check-fresh verify-claims compile-matrix dsl-matrix device-tests ptx-table clean
 
 help: ## This list
 	@echo "make <target> [GPU=<profile>] [ONLY=<notebook number>] [PYTHON=<python 3.11 or newer>]"
@@ -62,6 +62,12 @@ compile-matrix: $(STAMP) ## Compile every kernel for every target and record the
 
 dsl-matrix: $(STAMP) ## Record the failure under several DSL versions, each in a throw-away environment
 	@$(LAB) dsl-matrix
+
+device-tests: $(STAMP) ## Run the GPU tests and compute-sanitizer on the device that is there, and record the outcome
+	@$(LAB) device-tests $(if $(GPU),--gpu "$(GPU)")
+
+ptx-table: $(STAMP) ## Ask the assembler which target takes which PTX instruction, about 6 minutes
+	@$(LAB) ptx-table
 
 clean: ## Remove caches, logs and executed copies; the reports and .venv stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .coverage htmlcov

@@ -82,6 +82,31 @@ def test_wrong_device_names_both_and_the_right_profile(here: Path, monkeypatch: 
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "found", "profile", "advice"),
+    [
+        ((), None, "cpu", "got none"),
+        (("--gpu", "h200"), None, "h200", "got none"),
+        (("--gpu", "cpu"), H200, "cpu", "got NVIDIA H200"),
+        (("--gpu", "h100"), H200, "h100", "GPU=h200"),
+    ],
+)
+def test_device_tests_refuse_without_their_device(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    found: DeviceInfo | None,
+    profile: str,
+    advice: str,
+) -> None:
+    monkeypatch.setattr(cli, "current_device", lambda: found)
+    code, stdout, stderr = run("device-tests", *arguments)
+    assert (code, stdout, stderr.count("\n")) == (3, "", 1)
+    assert f"profile '{profile}'" in stderr
+    assert advice in stderr
+    assert not list((here / "reports").glob("*/results/device_tests.json"))
+
+
 def test_unknown_notebook(here: Path, make_notebook: NotebookMaker) -> None:
     code, _, stderr = run("reproduce")
     assert code == 2
@@ -154,7 +179,7 @@ def test_check_fresh_names_what_changed(here: Path, make_notebook: NotebookMaker
         return stdout.split("stale: ")[1].strip()
 
     kernel, profile = here / "kda_lib/shapes.py", here / "kda_lib/lab/profiles/cpu.yaml"
-    assert changed(kernel, kernel.read_text() + "# touched\n") == "kda_lib changed"
+    assert changed(kernel, kernel.read_text() + "TOUCHED = 1\n") == "kda_lib changed"
     assert changed(profile, profile.read_text() + "# touched\n") == "profile changed"
     assert changed(path, path.read_text().replace("1 + 1", "1 + 2")) == "notebook changed"
     assert changed(here / "requirements/lock-cpu.txt", "other\n") == "lock changed"
@@ -191,12 +216,12 @@ def test_check_fresh_of_results_that_commands_make(here: Path) -> None:
     assert states() == {"compile_matrix": "fresh", "dsl_matrix": "fresh"}
     for name, changed in (
         ("report", {}),
-        ("matrix", {"compile_matrix": "stale: notebook changed"}),
-        ("dsl_worker", {"dsl_matrix": "stale: notebook changed"}),
+        ("matrix", {"compile_matrix": "stale: own files changed"}),
+        ("dsl_worker", {"dsl_matrix": "stale: own files changed"}),
     ):
         file = here / f"kda_lib/lab/{name}.py"
         old = file.read_text()
-        file.write_text(old + "# touched\n")
+        file.write_text(old + "TOUCHED = 1\n")
         assert states() == {"compile_matrix": "fresh", "dsl_matrix": "fresh"} | changed
         file.write_text(old)
 
@@ -317,7 +342,9 @@ def test_make_passes_the_gpu_and_not_the_environments(here: Path, monkeypatch: p
         assert last.split("kda_lib.lab reproduce", 1)[1].split() == passed.split()
 
 
-@pytest.mark.parametrize("command", ["notebooks", "check-fresh", "verify-claims", "compile-matrix", "dsl-matrix"])
+@pytest.mark.parametrize(
+    "command", ["notebooks", "check-fresh", "verify-claims", "compile-matrix", "dsl-matrix", "device-tests"]
+)
 def test_make_targets_call_commands_that_exist(here: Path, command: str) -> None:
     last = make(here, "-n", command).stdout.splitlines()[-1]
     called = last.split("kda_lib.lab ", 1)[1].split()[0]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,30 +76,39 @@ def test_arrangements_run_as_shipped_on_their_own_layer(cuda: FakeCuda) -> None:
         launches(cuda)
         for m, variant in variants.items():
             assert (variant.name, variant.tp, variant.bytes) == (name, 16, TP16.weight_bytes)
+            assert variant.pdl is (name == "stream"), "overlap's QKVG by a library is launched without"
             variant.enqueue(1, MAIN)
-            lines = [line for line in launches(cuda) if " n=" in line]
-            if name == "sequential":
-                assert lines == ["torch.mm n=3216 on main", "torch.mm n=768 on main"]
+            lines = [line for line in launches(cuda) if "=" in line]
+            if not name.startswith("overlap"):
+                sequential = ["torch.mm n=3216 on main", "torch.mm n=768 on main"]
+                assert lines == (sequential if name == "sequential" else [f"stream M={m} on main"])
                 continue
             wide = "skinny_n n=3072 on main" if m == 2 else "torch.mm n=3072 on main"
             side = [line for line in lines if line != wide]
             assert [line.split(" on ")[0] for line in side] == ["skinny_n n=144", "skinny_k n=768"]
             assert "main" not in side[0] + side[1]
-            assert lines.index(wide) == (2 if name == "overlap_side_first" else 0)
+            assert lines.index(wide) == (0 if name == "overlap_wide_first" else 2)
+
+
+def test_what_a_device_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sms, names in ((132, set(ARRANGEMENTS)), (1, set(ARRANGEMENTS) - {"stream"})):
+        with monkeypatch.context() as patch, fake_cuda(patch, HOPPER, sms):
+            assert set(compare((13,)).arrangements()) == names
+            assert set(compare((17,)).arrangements()) == {"sequential"}
 
 
 def test_side_branch(cuda: FakeCuda) -> None:
     compared = compare()
     x = compared.inputs[13]
-    branch = by_m(compared.side_branch())[13]
-    assert branch.flush, "its weights fit into L2"
-    assert branch.bytes == 2 * (144 * 7168 + 768 * 128)
+    w_fa_beta, w_f_b = compared.side_weights(3)
+    branch = by_m(compared.side_branch(w_fa_beta, w_f_b))[13]
+    assert branch.bytes == compared.side_bytes == 2 * (144 * 7168 + 768 * 128)
     branch.enqueue(1, cuda.main)  # type: ignore[arg-type]
     assert launches(cuda) == ["skinny_n n=144 on main", "skinny_k n=768 on main"]
     fa_beta, g1 = branch.results
-    wanted = x.double() @ compared.weights.packed[1][TP16.fa_beta_slice].double().T
+    wanted = x.double() @ w_fa_beta[1].double().T
     torch.testing.assert_close(fa_beta.double(), wanted, rtol=2**-7, atol=2**-7)
-    exact_g1 = fa_beta[:, :128].double() @ compared.weights.f_b[1].double().T
+    exact_g1 = fa_beta[:, :128].double() @ w_f_b[1].double().T
     torch.testing.assert_close(g1.double(), exact_g1, rtol=2**-7, atol=2**-7)
 
 
@@ -171,7 +181,7 @@ def test_stamps_enclose_both_branches(cuda: FakeCuda) -> None:
     assert lines == [
         f"{side} waits for main",
         "wide start of 1 on main", f"side start of 1 on {side}",
-        "torch.mm n=3072 on main", f"skinny_n n=144 on {side}", f"skinny_k n=768 on {side}",
+        f"skinny_n n=144 on {side}", f"skinny_k n=768 on {side}", "torch.mm n=3072 on main",
         "wide end of 1 on main", f"side end of 1 on {side}",
         f"main waits for {side}",
     ]  # fmt: skip
@@ -218,7 +228,8 @@ ROWS = [
     row("qkvg_cublaslt_tuned", 13, 19.0),
     *(row("sequential", m, 29.0) for m in (2, 13, 14, 15)),
     *(row("overlap", m, us) for m, us in ((2, 25.0), (13, 29.0), (14, 29.5), (15, 25.0))),
-    row("overlap_side_first", 13, 20.0),
+    *(row("stream", m, 30.0, pdl=True) for m in (2, 12, 13)),
+    row("overlap_wide_first", 13, 20.0),
     row("overlap_repeat", 13, 20.0),
     row("torch_packed", 13, 20.0),
     row("read_bulk", None, 20.0),
@@ -239,7 +250,8 @@ def test_the_table_holds_what_the_library_can_choose() -> None:
             Backend.TORCH: 26.457, Backend.TINYGEMM: 24.0, Backend.CUBLASLT: 24.5, Backend.TINYGEMM_PDL: 25.0,
         },
     }  # fmt: skip
-    assert table.strategy_us[13] == {"sequential": 29.0, "overlap": 29.0}
+    assert table.strategy_us[13] == {"sequential": 29.0, "overlap": 29.0, "stream": 30.0}
+    assert table.strategy_us[12] == {"stream": 30.0}, "which says nothing about the limit of overlap"
     assert table.overlap_limit == 13, "it loses at 14; that it wins again at 15 does not raise a limit"
     assert tuning_table(ROWS, tp=4) == TuningTable()
     assert tuning_table(ROWS[:8], tp=8).overlap_limit == OVERLAP_LIMIT
@@ -266,6 +278,9 @@ def test_what_is_written_is_what_the_library_chooses_by(tmp_path: Path, monkeypa
     assert [make_plan(facts, m, None).strategy.name for m in (2, 14, 15, 16)] == [
         "overlap", "sequential", "overlap", "sequential",
     ]  # fmt: skip
+    ahead = [*ROWS, row("stream", 14, 21.0, pdl=True)]
+    measured = replace(facts, table=tuning_table(ahead, tp=8), sms=132)
+    assert make_plan(measured, 14, None).strategy.name == "stream"
     assert autotune.untuned(HOPPER, [13], detect_installed(), written) == [], "nothing is left to measure"
 
 
@@ -317,8 +332,8 @@ def test_on_a_device() -> None:
         assert compared.largest_error(projections) < 2**-5
         for variant in compared.arrangement(name, projections):
             graph = topology(capture(variant, 8, torch.cuda.Stream()))
-            assert lanes(graph) == (1 if name == "sequential" else 2)
-    for variant in (*compared.side_branch(), *compared.qkvg()):
+            assert lanes(graph) == (2 if name.startswith("overlap") else 1)
+    for variant in (*compared.side_branch(*compared.side_weights(2)), *compared.qkvg()):
         assert lanes(topology(capture(variant, 8, torch.cuda.Stream()))) == 1
         assert all(result.isfinite().all() for result in variant.results)
     median = {(row["variant"], row["M"]): row["median_us"] for row in compared.branch_rows(TuningTable(), replays=10)}

@@ -131,8 +131,8 @@ def test_the_control_is_captured_twice_for_every_m() -> None:
     assert again == [("sequential" + AGAIN, 1), ("sequential" + AGAIN, 2)]
 
 
-def test_floor_is_that_of_the_same_bytes() -> None:
-    names = {"sequential": 30, "read_loads": 23, "read_bulk": 21, "qkvg": 24}
+def test_floor_is_the_fastest_of_the_same_bytes_and_kind_of_launch() -> None:
+    names = {"sequential": 30, "read_loads": 23, "read_bulk": 21, "qkvg": 24, "stream": 22}
     bench = FakeBench(lambda key, sample: 20 if key.pdl else names[key.variant.removesuffix(AGAIN)])
     rows = run(
         bench,
@@ -141,8 +141,11 @@ def test_floor_is_that_of_the_same_bytes() -> None:
         variant("read_bulk", floor=True),
         variant("read_bulk", floor=True, pdl=True),
         variant("qkvg", bytes=SIZE - MB),
+        variant("stream"),
+        variant("stream", pdl=True),
+        variant("read_loads", m=None),
     ).rows
-    assert [row["floor_us"] for row in rows] == [20, 20, 20, 20, None, 20]
+    assert [row["floor_us"] for row in rows] == [21, 21, 21, 20, None, 21, 20, 21, 21]
 
 
 def test_only_variants_that_ask_for_it_are_flushed() -> None:

@@ -1,13 +1,11 @@
-"""Result files and the provenance in them."""
+"""Result files."""
 
 import errno
 import json
 import math
 import os
 import socket
-import subprocess
 from datetime import UTC, datetime, timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from fake_lab import device, make_repo
 from pydantic import ValidationError
 
-from kda_lib.lab import provenance, records
+from kda_lib.lab import records
 from kda_lib.lab.device import DeviceState
 from kda_lib.lab.records import (
     Claim,
@@ -23,7 +21,6 @@ from kda_lib.lab.records import (
     ResultReadError,
     ResultWriteError,
     read_result,
-    stale_inputs,
     write_result,
 )
 
@@ -255,168 +252,3 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ResultReadError, match=r"binary\.json: not a valid result"):
         read_result(tmp_path / "binary.json")
-
-
-def _fresh(repo: Path) -> Result:
-    notebook = repo / "notebooks" / "02_demo.ipynb"
-    return result(inputs_sha256=provenance.inputs_sha256(notebook, "cpu"))
-
-
-def _edit_notebook(repo: Path, **changes: Any) -> None:
-    path = repo / "notebooks" / "02_demo.ipynb"
-    notebook = json.loads(path.read_text())
-    notebook["cells"][1].update(changes)
-    path.write_text(json.dumps(notebook, indent=3))
-
-
-@pytest.mark.usefixtures("repo")
-def test_inputs_have_the_kinds_of_the_design(repo: Path) -> None:
-    assert tuple(_fresh(repo).inputs_sha256) == records.INPUTS
-    assert stale_inputs(_fresh(repo), repo) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "stale"),
-    [
-        ("kda_lib/kernel.py", ["kda_lib"]),
-        ("kda_lib/lab/profiles/cpu.yaml", ["profile"]),
-        ("kda_lib/lab/profiles/h100.yaml", []),
-        ("kda_lib/lab/report.py", []),
-        ("requirements/lock-cpu.txt", ["lock"]),
-        ("requirements/lock-cuda.txt", ["lock"]),
-        ("pyproject.toml", []),
-    ],
-)
-def test_a_touched_file_makes_its_kind_stale(repo: Path, name: str, stale: list[str]) -> None:
-    made = _fresh(repo)
-    (repo / name).write_text((repo / name).read_text() + "# touched\n")
-    assert stale_inputs(made, repo) == stale
-
-
-@pytest.mark.parametrize(
-    ("script", "name", "stale"),
-    [
-        ("compile_matrix", "kda_lib/lab/matrix.py", ["notebook"]),
-        ("compile_matrix", "kda_lib/lab/sass.py", ["notebook"]),
-        ("compile_matrix", "kda_lib/arch.py", ["kda_lib"]),
-        ("compile_matrix", "kda_lib/kernel.py", []),
-        ("compile_matrix", "requirements/lock-cpu.txt", ["lock"]),
-        ("compile_matrix", "kda_lib/lab/profiles/cpu.yaml", ["profile"]),
-        ("device_tests", "tests/test_kernels_gpu.py", ["notebook"]),
-        ("device_tests", "kda_lib/lab/sanitized.py", ["notebook", "kda_lib"]),
-        ("device_tests", "kda_lib/kernel.py", ["kda_lib"]),
-        ("device_tests", "kda_lib/lab/report.py", []),
-        ("dsl_matrix", "kda_lib/lab/dsl_worker.py", ["notebook"]),
-        ("dsl_matrix", "kda_lib/arch.py", ["kda_lib"]),
-        ("dsl_matrix", "requirements/lock-cpu.txt", []),
-        *((script, "notebooks/02_demo.ipynb", []) for script in provenance.SCRIPTS),
-    ],
-)
-def test_a_result_of_a_command_depends_on_its_own_files(repo: Path, script: str, name: str, stale: list[str]) -> None:
-    (repo / "kda_lib" / "arch.py").write_text("TARGETS = ()\n")
-    inputs = provenance.inputs_sha256(repo / "notebooks" / f"{script}.ipynb", "cpu")
-    made = result(notebook=script, inputs_sha256=inputs)
-    assert stale_inputs(made, repo) == []
-    (repo / name).write_text((repo / name).read_text() + "# touched\n")
-    assert stale_inputs(made, repo) == stale
-
-
-def test_a_new_or_renamed_source_is_a_change(repo: Path) -> None:
-    made = _fresh(repo)
-    (repo / "kda_lib" / "kernel.py").rename(repo / "kda_lib" / "kernels.py")
-    assert stale_inputs(made, repo) == ["kda_lib"]
-
-
-def test_notebook_outputs_do_not_count_and_sources_do(repo: Path) -> None:
-    made = _fresh(repo)
-    _edit_notebook(repo, outputs=[{"output_type": "stream", "name": "stdout", "text": ["1\n"]}], execution_count=7)
-    _edit_notebook(repo, source="x = 1\nx", metadata={"tags": ["parameters"]})
-    assert stale_inputs(made, repo) == []
-    _edit_notebook(repo, source="x = 2\nx")
-    assert stale_inputs(made, repo) == ["notebook"]
-
-
-def test_a_cell_that_changes_its_type_is_a_change(repo: Path) -> None:
-    made = _fresh(repo)
-    _edit_notebook(repo, cell_type="raw")
-    assert stale_inputs(made, repo) == ["notebook"]
-
-
-@pytest.mark.parametrize(
-    ("name", "stale"), [("notebooks/02_demo.ipynb", ["notebook"]), ("kda_lib/lab/profiles/cpu.yaml", ["profile"])]
-)
-def test_a_deleted_input_is_stale(repo: Path, name: str, stale: list[str]) -> None:
-    made = _fresh(repo)
-    (repo / name).unlink()
-    assert stale_inputs(made, repo) == stale
-
-
-def _git(repo: Path, *arguments: str) -> str:
-    identity = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "commit.gpgsign=false"]
-    command = ["git", *identity, "-C", str(repo), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def test_git_state(repo: Path) -> None:
-    nothing = {"commit": None, "dirty": None}
-    assert provenance.git_state() == nothing
-    _git(repo, "init", "-q")
-    assert provenance.git_state() == nothing
-    _git(repo, "add", ".")
-    _git(repo, "commit", "-q", "-m", "start")
-    commit = _git(repo, "rev-parse", "HEAD")
-    assert provenance.git_state() == {"commit": commit, "dirty": False}
-    (repo / "reports").mkdir()
-    (repo / "reports" / "index.html").write_text("new")
-    assert provenance.git_state() == {"commit": commit, "dirty": False}
-    (repo / "kda_lib" / "new.py").write_text("")
-    assert provenance.git_state() == {"commit": commit, "dirty": True}
-
-
-def test_git_state_of_another_repository_does_not_count(repo: Path) -> None:
-    outer = repo.parent
-    _git(outer, "init", "-q")
-    _git(outer, "commit", "-q", "--allow-empty", "-m", "outer")
-    assert provenance.git_state() == {"commit": None, "dirty": None}
-
-
-def test_git_state_without_git(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(repo))
-    assert provenance.git_state() == {"commit": None, "dirty": None}
-
-
-@pytest.mark.usefixtures("repo")
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"torch": "2.13.0", "nvidia-cuda-runtime-cu12": "12.9.79", "nvidia-cutlass-dsl": "4.8.1"}
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr(provenance, "current_device", device)
-    found = provenance.environment()
-    assert {key: found[key] for key in ("torch", "cuda", "nvidia-cutlass-dsl", "flashinfer", "driver")} == {
-        "torch": "2.13.0",
-        "cuda": "12.9.79",
-        "nvidia-cutlass-dsl": "4.8.1",
-        "flashinfer": None,
-        "driver": "580.95.05",
-    }
-    assert set(found) - {"torch", "cuda", "nvidia-cutlass-dsl", "flashinfer", "driver"} == {"python", "lock"}
-
-
-def test_repo_root_is_found_from_the_package() -> None:
-    assert (provenance.repo_root() / "kda_lib" / "lab" / "provenance.py").samefile(provenance.__file__)
-
-
-def test_repo_root_falls_back_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "site-packages" / "provenance.py"))
-    clone = tmp_path / "clone"
-    (clone / "notebooks").mkdir(parents=True)
-    monkeypatch.chdir(clone / "notebooks")
-    with pytest.raises(FileNotFoundError, match="run from inside the repository"):
-        provenance.repo_root()
-    (clone / "pyproject.toml").write_text("")
-    assert provenance.repo_root().samefile(clone)

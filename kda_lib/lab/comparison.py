@@ -1,6 +1,7 @@
 """What notebook 05 compares, as variants made of the library's own pieces, and the tuning table that its rows give.
 
-``sequential``, ``overlap`` and ``overlap_side_first`` are a :class:`~kda_lib.projection.KdaProjection` for each layer.
+``sequential``, ``overlap``, ``overlap_wide_first`` and ``stream`` are a :class:`~kda_lib.projection.KdaProjection` for
+each layer.
 ``side_branch`` is the second stream's work alone, F_A/beta and then F_B, in one stream. ``qkvg_<backend>`` is QKVG
 alone as the library runs it, FlashInfer's backends with their heuristics. The stamped graph is the ``overlap`` strategy
 on a runtime that marks both branches at the fork and at the join, so it takes the path that is shipped.
@@ -9,6 +10,7 @@ on a runtime that marks both branches at the fork and at the join, so it takes t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +34,7 @@ from kda_lib.lab.workload import Weights, make_inputs
 from kda_lib.projection import KdaProjection
 from kda_lib.runtime import Runtime, fa_beta_parts
 from kda_lib.shapes import F_A_ROWS, HIDDEN
-from kda_lib.strategies import STRATEGIES, Facts, Overlap, Plan, Sequential, Strategy, make_plan
+from kda_lib.strategies import STRATEGIES, Facts, Overlap, Plan, Sequential, Strategy, Stream, make_plan
 
 if TYPE_CHECKING:
     from kda_lib.lab.records import Result
@@ -41,8 +43,12 @@ if TYPE_CHECKING:
 ARRANGEMENTS: Mapping[str, Strategy] = {
     "sequential": Sequential(),
     "overlap": Overlap(),
-    "overlap_side_first": Overlap(fork="side_first"),
+    "overlap_wide_first": Overlap(fork="wide_first"),
+    "stream": Stream(),
 }
+
+#: The most tokens of a comparison; only ``sequential`` and ``auto`` take more than 16.
+MOST_TOKENS = 64
 
 #: Variant of QKVG alone -> the backend that it measures.
 QKVG: Mapping[str, Backend] = {
@@ -85,7 +91,7 @@ class Comparison:
 
     Args:
         weights: of as many layers as the graphs have.
-        tokens: each M to compare at, 1 to 16.
+        tokens: each M to compare at, 1 to :data:`MOST_TOKENS`.
         seed: of the inputs.
 
     Raises:
@@ -96,12 +102,25 @@ class Comparison:
     def __init__(self, weights: Weights, tokens: Iterable[int], seed: int) -> None:
         self.weights = weights
         self.arch = Arch.of_device(weights.device)
-        self.inputs = {m: make_inputs(m, weights.device, seed + m) for m in tokens}
+        self._seed = seed
+        self.inputs = {m: make_inputs(m, weights.device, seed + m, MOST_TOKENS) for m in tokens}
         self._runtimes = [Runtime(weights.shapes, *pair) for pair in zip(weights.packed, weights.f_b, strict=True)]
         self._installed = detect_installed()
 
-    def projections(self, strategy: Strategy, table: TuningTable) -> list[KdaProjection]:
-        """One for each layer, warmed up for every M; nothing is tuned, the table decides.
+    def arrangements(self) -> dict[str, Strategy]:
+        """Those of :data:`ARRANGEMENTS` that run on this device for every M."""
+        sms = torch.cuda.get_device_properties(self.weights.device).multi_processor_count
+        facts = Facts(self.arch, self.weights.shapes, sms=sms)
+        return {
+            name: strategy
+            for name, strategy in ARRANGEMENTS.items()
+            if all(strategy.refusal(facts, m) is None for m in self.inputs)
+        }
+
+    def projections(
+        self, strategy: Strategy | str, table: TuningTable, tokens: Iterable[int] | None = None
+    ) -> list[KdaProjection]:
+        """One for each layer, warmed up for every M, or for ``tokens``; nothing is tuned, the table decides.
 
         Raises:
             ValueError, CompileError, BrokenBackend: as :meth:`KdaProjection.warmup`.
@@ -110,7 +129,7 @@ class Comparison:
         pairs = zip(self.weights.packed, self.weights.f_b, strict=True)
         made = [KdaProjection(packed, f_b, tp=tp, strategy=strategy, table=table) for packed, f_b in pairs]
         for projection in made:
-            projection.warmup(self.inputs)
+            projection.warmup(self.inputs if tokens is None else tokens)
         return made
 
     def arrangement(self, name: str, projections: Sequence[KdaProjection]) -> list[Variant]:
@@ -119,14 +138,35 @@ class Comparison:
         def enqueue(x: torch.Tensor, layer: int, stream: torch.cuda.Stream) -> None:
             projections[layer](x)
 
+        size = self.weights.shapes.weight_bytes
         return [
-            self._variant(name, partial(enqueue, x), self.weights.shapes.weight_bytes, m)
+            self._variant(name, partial(enqueue, x), size, m, pdl=_all_pdl(projections[0].plan(m)))
             for m, x in self.inputs.items()
         ]
 
-    def side_branch(self) -> list[Variant]:
+    def side_weights(self, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of F_A/beta and of F_B for this many layers, for :meth:`side_branch`.
+
+        This branch's part of a few layers would stay in L2: see :func:`kda_lib.lab.measure.cold_layers`.
+        """
+        shapes, device = self.weights.shapes, self.weights.device
+        generator = torch.Generator(device).manual_seed(self._seed)
+
+        def matrices(rows: int, k: int) -> torch.Tensor:
+            values = torch.randn(layers, rows, k, generator=generator, device=device, dtype=torch.bfloat16)
+            return values / math.sqrt(k)
+
+        return matrices(shapes.fa_beta_rows, HIDDEN), matrices(shapes.f_b_rows, F_A_ROWS)
+
+    def side_branch(self, fa_beta: torch.Tensor, f_b: torch.Tensor) -> list[Variant]:
         """F_A/beta, then F_B, for every M. Results: F_A/beta ``[m, fa_beta_rows]``, g1 ``[m, f_b_rows]``."""
-        return [self._side_branch(m, x) for m, x in self.inputs.items()]
+        return [self._side_branch(m, x, fa_beta, f_b) for m, x in self.inputs.items()]
+
+    @property
+    def side_bytes(self) -> int:
+        """What the side branch of one layer reads."""
+        shapes = self.weights.shapes
+        return BF16_BYTES * (shapes.fa_beta_rows * HIDDEN + shapes.f_b_rows * F_A_ROWS)
 
     def qkvg(self) -> list[Variant]:
         """QKVG alone by each backend that runs here, for every M. Results: qkvg ``[m, qkvg_rows]``."""
@@ -208,19 +248,17 @@ class Comparison:
             rows += timeline_rows(found[WARM_REPLAYS:], self.weights.shapes.tp, m)
         return rows
 
-    def _side_branch(self, m: int, x: torch.Tensor) -> Variant:
-        shapes, runtimes = self.weights.shapes, self._runtimes
+    def _side_branch(self, m: int, x: torch.Tensor, w_fa_beta: torch.Tensor, w_f_b: torch.Tensor) -> Variant:
+        shapes, runtime = self.weights.shapes, self._runtimes[0]
         narrow, short = skinny_n_config(self.arch, m, shapes), skinny_k_config(self.arch, m, shapes)
         fa_beta, g1 = x.new_empty(m, narrow.n), x.new_empty(m, short.n)
         f_a, _ = fa_beta_parts(shapes, fa_beta)
 
         def enqueue(layer: int, stream: torch.cuda.Stream) -> None:
-            runtimes[layer].launch(narrow, x, runtimes[layer].fa_beta, fa_beta, stream)
-            runtimes[layer].launch(short, f_a, runtimes[layer].f_b, g1, stream)
+            runtime.launch(narrow, x, w_fa_beta[layer], fa_beta, stream)
+            runtime.launch(short, f_a, w_f_b[layer], g1, stream)
 
-        size = BF16_BYTES * (shapes.fa_beta_rows * HIDDEN + shapes.f_b_rows * F_A_ROWS)
-        # All layers' weights of this branch together would fit into L2.
-        return self._variant("side_branch", enqueue, size, m, pdl=narrow.pdl, flush=True, results=(fa_beta, g1))
+        return self._variant("side_branch", enqueue, self.side_bytes, m, pdl=narrow.pdl, results=(fa_beta, g1))
 
     def _qkvg(self, name: str, backend: Backend, m: int, x: torch.Tensor) -> Variant:
         shapes, runtimes = self.weights.shapes, self._runtimes
@@ -238,6 +276,11 @@ class Comparison:
 
     def _variant(self, name: str, enqueue: Any, size: int, m: int, **fields: Any) -> Variant:
         return Variant(name, enqueue, size, tp=self.weights.shapes.tp, m=m, **fields)
+
+
+def _all_pdl(plan: Plan) -> bool:
+    """Whether every kernel of a layer is launched with PDL; those of libraries are not."""
+    return plan.qkvg is None and bool(plan.kernels) and all(config.launch.pdl for _, config in plan.kernels)
 
 
 def repeated(variants: Iterable[Variant]) -> list[Variant]:
@@ -291,7 +334,8 @@ def tuning_table(rows: Iterable[Mapping[str, Any]], tp: int) -> TuningTable:
         elif name in STRATEGIES:
             strategies.setdefault(m, {})[name] = round(row["median_us"], 3)
     table = TuningTable(qkvg, strategies)
-    compared = {m: us["overlap"] <= us["sequential"] for m, us in sorted(strategies.items()) if len(us) > 1}
+    both = {m: us for m, us in sorted(strategies.items()) if {"overlap", "sequential"} <= us.keys()}
+    compared = {m: us["overlap"] <= us["sequential"] for m, us in both.items()}
     if not compared:
         return table
     slower = [m for m, keeps_up in compared.items() if not keeps_up]

@@ -24,14 +24,14 @@ SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND = 86
 
 
-def run_tests(root: Path) -> Iterator[dict[str, Any]]:
-    """One row a test: variant, outcome (passed, failed, skipped), detail, seconds."""
+def run_tests(root: Path, only: str) -> Iterator[dict[str, Any]]:
+    """One row a test: variant, outcome (passed, failed, skipped), detail, seconds. only: pytest's ``-k``, or ""."""
     with tempfile.TemporaryDirectory(prefix="kda_lib-") as folder:
         report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", only, "-p", "no:cacheprovider"]
         files = sorted(str(path.relative_to(root)) for path in (root / "tests").glob("test_*_gpu.py"))
-        subprocess.run([*command, *files], cwd=root, check=False)
-        for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - written by pytest just above
+        subprocess.run([*command, f"--junitxml={report}", *files], cwd=root, check=False)
+        for case in ElementTree.parse(report).iter("testcase"):
             problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
             outcome = "passed" if problem is None else "skipped" if problem.tag == "skipped" else "failed"
             message = "" if problem is None else (problem.get("message") or "").splitlines()[0][:200]
@@ -61,7 +61,7 @@ def run_sanitizers(root: Path) -> Iterator[dict[str, Any]]:
         yield {"variant": name, "outcome": outcome, "detail": detail, "seconds": time.perf_counter() - started}
 
 
-def run_device_tests(root: Path, profile: Profile, device: DeviceInfo) -> records.Result:
+def run_device_tests(root: Path, profile: Profile, device: DeviceInfo, only: str = "") -> records.Result:
     """Run both and write ``reports/<profile>/results/device_tests.json``.
 
     Raises:
@@ -69,12 +69,14 @@ def run_device_tests(root: Path, profile: Profile, device: DeviceInfo) -> record
     """
     started = datetime.now(UTC)
     inputs = provenance.inputs_sha256(Path(f"{NAME}.ipynb"), profile.name, root)
-    tests, tools = list(run_tests(root)), list(run_sanitizers(root))
-    failed = sum(row["outcome"] == "failed" for row in tests)
+    tests, tools = list(run_tests(root, only)), list(run_sanitizers(root))
+    failed, passed = (sum(row["outcome"] == outcome for row in tests) for outcome in ("failed", "passed"))
     clean = sum(row["outcome"] == "clean" for row in tools)
     claims = [
         records.Claim(id="tests", statement="no GPU test failed", value=failed, unit=f"of {len(tests)} failed",
                       bound="== 0", holds=failed == 0),
+        records.Claim(id="ran", statement="GPU tests ran", value=passed, unit=f"of {len(tests)} passed", bound=">= 1",
+                      holds=passed >= 1),
         records.Claim(id="sanitizers", statement="compute-sanitizer finds nothing in the skinny kernels", value=clean,
                       unit=f"of {len(tools)} tools clean", bound=f"== {len(tools)}", holds=clean == len(tools)),
     ]  # fmt: skip
@@ -89,7 +91,7 @@ def run_device_tests(root: Path, profile: Profile, device: DeviceInfo) -> record
         mode="full",
         inputs_sha256=inputs,
         git=records.Git(**provenance.git_state(root)),
-        parameters={"profile": profile.name},
+        parameters={"profile": profile.name, "only": only},
         environment=provenance.environment(),
         gpu=records.Gpu(**kept, before=before, after=DeviceState(**sample_state())),
         seeds={},

@@ -63,7 +63,8 @@ class Variant:
     also torch's current stream. It must have been warmed up: it is called under capture.
     bytes: what one layer must read at least. m: tokens, None where there are none.
     flush: read a large buffer before each replay, untimed. For variants whose layers together fit into L2.
-    floor: this is a read floor: rows of the same tp and bytes get its time as ``floor_us``.
+    floor: this is a read floor: rows of the same tp, bytes and pdl get its time as ``floor_us``, the fastest's if there
+    are several. What PDL hides of a launch, it hides of both.
     results: the tensors that enqueue writes, for checks of correctness; not used here.
     """
 
@@ -165,6 +166,11 @@ def measure(
     return Measurement(rows, topologies, tuple(states), tuple(flags(states)))
 
 
+def cold_layers(bytes: int, device: DeviceInfo) -> int:
+    """The fewest layers of this many bytes each whose weights together exceed :data:`COLD_FACTOR` times the L2."""
+    return COLD_FACTOR * device.l2_bytes // bytes + 1
+
+
 def _check(
     variants: Sequence[Variant], layers: int, samples: int, device: DeviceInfo, profile: Profile, control: str | None
 ) -> None:
@@ -220,10 +226,10 @@ def _loaded_state(bench: Bench, graphs: Sequence[Any]) -> DeviceState:
 
 
 def _rows(variants: Sequence[Variant], times_us: NDArray[np.float64]) -> Rows:
-    floors: dict[tuple[int, int], float] = {}
+    floors: dict[tuple[int, int, bool], float] = {}
     for variant, times in zip(variants, times_us, strict=True):
         if variant.floor:
-            kind = (variant.tp, variant.bytes)
+            kind = (variant.tp, variant.bytes, variant.pdl)
             floors[kind] = min(floors.get(kind, np.inf), float(np.median(times)))
     rows = []
     for variant, times in zip(variants, times_us, strict=True):
@@ -240,7 +246,7 @@ def _rows(variants: Sequence[Variant], times_us: NDArray[np.float64]) -> Rows:
                 "min_us": float(times.min()),
                 "samples": [round(time, 4) for time in times.tolist()],
                 "bytes": variant.bytes,
-                "floor_us": floors.get((variant.tp, variant.bytes)),
+                "floor_us": floors.get((variant.tp, variant.bytes, variant.pdl)),
             }
         )
     return rows

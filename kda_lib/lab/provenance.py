@@ -3,19 +3,28 @@
 Nothing here holds a host name or an absolute path, so that result files are the same wherever they are made.
 """
 
+import ast
 import hashlib
 import json
 import platform
 import subprocess
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from kda_lib.lab.device import current_device
 
 PRESENTATION = tuple(f"kda_lib/lab/{name}.py" for name in ("__main__", "nbtools", "progress", "report", "runner"))
 """Files that present or start results and do not make them; a change to one does not make a result stale."""
+
+ELSEWHERE = (
+    "kda_lib/lab/audit/",
+    "kda_lib/lab/ptx/",
+    *(f"kda_lib/lab/{name}.py" for name in ("emulation", "fma_edges", "formal", "golden")),
+)
+"""What only commands use, whose results name it as their own library; a change to it makes no other result stale."""
 
 
 class Script(NamedTuple):
@@ -30,11 +39,11 @@ class Script(NamedTuple):
     locked: bool = True
 
 
+COMPILED = ("kda_lib/arch.py", "kda_lib/compile.py", "kda_lib/diagnosis.py", "kda_lib/kernels/", "kda_lib/shapes.py")
+EMULATOR = ("kda_lib/lab/ptx/", "kda_lib/lab/golden.py", "kda_lib/reference.py")
+
 SCRIPTS = {
-    "compile_matrix": Script(
-        ("kda_lib/lab/matrix.py", "kda_lib/lab/sass.py"),
-        ("kda_lib/arch.py", "kda_lib/compile.py", "kda_lib/diagnosis.py", "kda_lib/kernels/", "kda_lib/shapes.py"),
-    ),
+    "compile_matrix": Script(("kda_lib/lab/matrix.py", "kda_lib/lab/sass.py"), COMPILED),
     "device_tests": Script(
         (
             "kda_lib/lab/device_tests.py",
@@ -43,6 +52,7 @@ SCRIPTS = {
             "tests/test_kernels_gpu.py",
             "tests/test_measure_gpu.py",
             "tests/test_projection_gpu.py",
+            "tests/test_stream_gpu.py",
         ),
         ("kda_lib/",),
     ),
@@ -51,7 +61,14 @@ SCRIPTS = {
         ("kda_lib/arch.py", "kda_lib/diagnosis.py", "kda_lib/kernels/probe.py", "kda_lib/kernels/ptx.py"),
         locked=False,
     ),
+    "emulation": Script(("kda_lib/lab/emulation.py", "kda_lib/lab/fma_edges.py"), (*COMPILED, *EMULATOR)),
+    "formal": Script(("kda_lib/lab/formal.py",), COMPILED),
+    "golden": Script(("kda_lib/lab/golden.py",), (*COMPILED, "kda_lib/reference.py", "kda_lib/launch.py")),
+    "public_ptx_audit": Script(("kda_lib/lab/audit/public.py",), ("kda_lib/lab/audit/", "kda_lib/lab/data/")),
 }
+
+STORED_OUTPUT_TAG = "nbval-check-output"
+"""The only tag of a cell that decides nothing: papermill and nbclient act on others."""
 
 LOCKS = ("requirements/lock-cpu.txt", "requirements/lock-cuda.txt")
 
@@ -87,8 +104,8 @@ def repo_root() -> Path:
 def inputs_sha256(notebook: Path, profile: str, root: Path | None = None) -> dict[str, str]:
     """Hashes of everything that decides a notebook's result, by kind: notebook, kda_lib, profile, lock.
 
-    The notebook counts by its cell types and sources, so outputs, metadata and execution counts do not matter. A name
-    in `SCRIPTS` has no notebook file.
+    Python counts by its syntax: comments, docstrings and layout do not matter. A notebook counts by its code cells and
+    their tags. Other files count by their content. A name in `SCRIPTS` has no notebook file.
 
     Raises:
         FileNotFoundError: one of the inputs does not exist.
@@ -96,8 +113,10 @@ def inputs_sha256(notebook: Path, profile: str, root: Path | None = None) -> dic
     root = root or repo_root()
     sources = sorted(path.relative_to(root).as_posix() for path in (root / "kda_lib").rglob("*.py"))
     script = SCRIPTS.get(notebook.stem)
-    if script:
-        sources = [name for name in sources if name.startswith(script.library)]
+    library = script.library if script else ("kda_lib/",)
+    own = tuple(name for name in library if name.startswith(ELSEWHERE))
+    common = [name for name in sources if name.startswith(library) and not name.startswith(ELSEWHERE)]
+    sources = sorted([*common, *(name for name in sources if own and name.startswith(own))])
     return {
         "notebook": _files_sha256(root, script.files) if script else _notebook_sha256(notebook),
         "kda_lib": _files_sha256(root, (name for name in sources if name not in PRESENTATION)),
@@ -133,8 +152,11 @@ def environment() -> dict[str, str | None]:
 
 def _notebook_sha256(notebook: Path) -> str:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    tags = [sorted({*cell["metadata"].get("tags", ())} - {STORED_OUTPUT_TAG}) for cell in code]
     # nbformat allows a source as one string or as a list of lines; both must hash alike.
-    content = [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
+    sources = [_code("".join(cell["source"]).encode()).decode() for cell in code]
+    content = list(zip(tags, sources, strict=True))
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -143,9 +165,45 @@ def _files_sha256(root: Path, names: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for name in names:
         content = (root / name).read_bytes()
+        if name.endswith(".py"):
+            content = _code(content)
         digest.update(f"{len(name)}:{name}:{len(content)}:".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+@cache
+def _code(source: bytes) -> bytes:
+    """What Python makes of a source: the same for the same code under every Python from 3.11 on.
+
+    What is no Python stands for itself.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    return json.dumps(_syntax(tree)).encode()
+
+
+def _syntax(node: Any) -> Any:
+    """A syntax tree as JSON, without positions and without strings that are statements, such as docstrings.
+
+    `ast.dump` would differ between versions: fields were added, and 3.12 ends a nested format specification with an
+    empty string.
+    """
+    if isinstance(node, ast.JoinedStr):
+        node = ast.JoinedStr([part for part in node.values if not _is_text(part, "")])
+    if isinstance(node, ast.AST):
+        given = {name: _syntax(value) for name, value in ast.iter_fields(node) if value is not None and value != []}
+        return [type(node).__name__, given]
+    if isinstance(node, list):
+        return [_syntax(item) for item in node if not (isinstance(item, ast.Expr) and _is_text(item.value))]
+    return ascii(node)  # repr() depends on the version's Unicode tables
+
+
+def _is_text(node: ast.expr, text: str | None = None) -> bool:
+    """Whether it is a plain string: any, or this one."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and text in (None, node.value)
 
 
 def _lock_sha256(root: Path) -> str:

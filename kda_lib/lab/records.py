@@ -74,6 +74,18 @@ VALIDATION_FIELDS = {
     "kernel_nodes": "kernel nodes of the graph",
     "lanes": "most kernels of the graph of which none waits for another",
 }
+PROOF_FIELDS = {
+    "inputs_sha256": "hash of a kernel's input arrays",
+    "outputs_sha256": "hash of a kernel's output arrays, bit for bit",
+    "ptx_sha256": "hash of the PTX",
+    "instructions": "PTX instructions executed, counted for each thread",
+    "executed": "PTX opcode -> executions, counted for each thread",
+    "checks": "accesses and synchronisations checked, counted for each thread",
+    "violations": "instructions that broke a rule",
+    "ctas": "CTAs of the grid that were looked at, from the first",
+    "grid": "CTAs of the grid",
+    "pairs": "operand pairs of a kind, of the 2**32 there are",
+}
 EXTRA_FIELDS = {
     "cubin_sha256": "hash of the compiled cubin",
     "code_bytes": "size of the kernel's code, bytes",
@@ -90,7 +102,7 @@ EXTRA_FIELDS = {
     "config": "tuning configuration of the kernel",
     "detail": "anything else in words",
 }
-ROW_FIELDS = MEASUREMENT_FIELDS | COMPILE_FIELDS | VALIDATION_FIELDS | EXTRA_FIELDS
+ROW_FIELDS = MEASUREMENT_FIELDS | COMPILE_FIELDS | VALIDATION_FIELDS | PROOF_FIELDS | EXTRA_FIELDS
 """Every key that a row may have, with its meaning and unit."""
 
 _COMPARISONS = {
@@ -292,16 +304,20 @@ def read_result(path: Path) -> Result:
 
 
 def stale_inputs(result: Result, root: Path) -> list[str]:
-    """Which of the result's inputs (`INPUTS`) differ now from those it was made with; a deleted one counts."""
+    """Which of the result's inputs (`INPUTS`) differ now from those it was made with; a deleted one counts.
+
+    A result that a command makes has its own files in the notebook's place, and they are called so.
+    """
     notebook = root / "notebooks" / f"{result.notebook}.ipynb"
     profile = root / "kda_lib" / "lab" / "profiles" / f"{result.profile}.yaml"
-    needed = {"profile": profile}
-    if result.notebook not in provenance.SCRIPTS:
-        needed["notebook"] = notebook
-    if deleted := [kind for kind, path in needed.items() if not path.is_file()]:
-        return deleted
-    now = provenance.inputs_sha256(notebook, result.profile, root)
-    return [kind for kind in INPUTS if now[kind] != result.inputs_sha256[kind]]
+    script = provenance.SCRIPTS.get(result.notebook)
+    made_by = [root / name for name in script.files] if script else [notebook]
+    needed = [("profile", profile), *(("notebook", path) for path in made_by)]
+    changed = list(dict.fromkeys(kind for kind, path in needed if not path.is_file()))
+    if not changed:
+        now = provenance.inputs_sha256(notebook, result.profile, root)
+        changed = [kind for kind in INPUTS if now[kind] != result.inputs_sha256[kind]]
+    return ["own files" if script and kind == "notebook" else kind for kind in changed]
 
 
 def _reject_machine_details(data: Any) -> None:

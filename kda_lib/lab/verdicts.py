@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any, Literal
 
 import numpy as np
@@ -107,6 +108,38 @@ def verdicts(
         raise ValueError(f"rows: expected {contender!r} and {baseline!r} at the same M, got {list(ours)} and "
                          f"{list(theirs)} as (tp, M); measure both")  # fmt: skip
     return found
+
+
+def launched(rows: Iterable[Row], variant: str, *, pdl: bool) -> list[Row]:
+    """The rows without those of ``variant`` that were launched the other way: a verdict takes one of each."""
+    return [row for row in rows if row["variant"] != variant or row["pdl"] is pdl]
+
+
+def floor_ratios(rows: Iterable[Row], variant: str, *, tp: int, pdl: bool) -> dict[int, float]:
+    """Median over the median of the read floor of the same run, by M.
+
+    Raises:
+        ValueError: the variant was not measured there, or beside no floor.
+    """
+    chosen = [row for row in rows if (row["variant"], row["tp"], row.get("pdl")) == (variant, tp, pdl)]
+    if not chosen or any(row["floor_us"] is None for row in chosen):
+        raise ValueError(f"rows: expected {variant!r} at TP{tp} with pdl={pdl} and a floor_us, got "
+                         f"{len(chosen)} rows; measure it beside a floor of that kind")  # fmt: skip
+    return {row["M"]: row["median_us"] / row["floor_us"] for row in chosen}
+
+
+def speedup(rows: Sequence[Row], contender: str, baseline: str) -> float:
+    """How many times faster the contender is: the geometric mean, over every (tp, M) of both, of the median ratios.
+
+    Raises:
+        ValueError: the two have no M in common, or one has several rows for one.
+    """
+    ours, theirs = _samples(rows, contender), _samples(rows, baseline)
+    ratios = [float(np.median(theirs[key]) / np.median(ours[key])) for key in ours if key in theirs]
+    if not ratios:
+        raise ValueError(f"rows: expected {contender!r} and {baseline!r} at the same M, got {list(ours)} and "
+                         f"{list(theirs)} as (tp, M); measure both")  # fmt: skip
+    return geometric_mean(ratios)
 
 
 def _decide(ratio: Ratio, band: float) -> tuple[Outcome, float]:

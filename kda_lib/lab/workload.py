@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kda_lib.shapes import F_A_ROWS, HIDDEN, KdaShapes, check_tokens
+from kda_lib.shapes import F_A_ROWS, HIDDEN, MAX_TOKENS, KdaShapes, check_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -46,13 +46,13 @@ def make_weights(shapes: KdaShapes, layers: int, device: torch.device | str, see
     )
 
 
-def make_inputs(m: int, device: torch.device | str, seed: int) -> torch.Tensor:
+def make_inputs(m: int, device: torch.device | str, seed: int, limit: int = MAX_TOKENS) -> torch.Tensor:
     """Normally distributed hidden states ``[m, 7168]``, BF16.
 
     Raises:
-        TypeError, ValueError: m is no legal number of tokens.
+        TypeError, ValueError: m is no legal number of tokens, 1 to ``limit``.
     """
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(check_tokens(m), HIDDEN, generator=generator, device=device, dtype=torch.bfloat16)
+    return torch.randn(check_tokens(m, limit), HIDDEN, generator=generator, device=device, dtype=torch.bfloat16)
