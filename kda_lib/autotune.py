@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 #: Part of every key: raise it when the layout of a file or the way of measuring changes.
 FORMAT = 1
 
-#: Most tokens for which overlap is used where nothing says otherwise: vLLM pull request 54697 found 15 and 16 slower.
+#: Most tokens for which overlap is used where stream cannot run and nothing says otherwise: vLLM pull request 54697
+#: found 15 and 16 slower.
 OVERLAP_LIMIT = 14
 
 #: Launches of one timed graph, each with its own weight, and how often each graph is replayed.
@@ -45,7 +46,7 @@ class TuningTable:
     """Median microseconds by number of tokens, exactly that number.
 
     qkvg_us: M -> backend -> QKVG alone. strategy_us: M -> strategy -> the whole projection.
-    overlap_limit: most tokens for which overlap is the default; it holds whether or not anything was measured.
+    overlap_limit: most tokens for which overlap is the default where stream cannot run and nothing was measured.
     """
 
     qkvg_us: Mapping[int, Mapping[Backend, float]] = field(default_factory=dict)

@@ -4,6 +4,7 @@ Exit codes: 0 all well, 1 something failed or is stale, 2 unknown name or wrong 
 profile, 130 interrupted. (Make turns every failure into its own 2.)
 """
 
+import json
 import shutil
 import signal
 from collections import Counter
@@ -25,7 +26,7 @@ from kda_lib.lab.device import (
 )
 from kda_lib.lab.profile import Profile, UnknownProfile, load_profile, profile_names
 from kda_lib.lab.provenance import repo_root
-from kda_lib.lab.records import ResultReadError, read_result, stale_inputs
+from kda_lib.lab.records import Result, ResultReadError, read_result, stale_inputs
 
 FAILED, USAGE, WRONG_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
@@ -182,15 +183,75 @@ def dsl_matrix() -> None:
 
 
 @app.command()
-def device_tests(gpu: Gpu = None) -> None:
+def audit(
+    source: Annotated[str, typer.Argument(help="A PTX file, or the name of a kernel of this library.")],
+    target: Annotated[str, typer.Option(help="What it should run on, such as sm_90a.")],
+    fma: Annotated[
+        str | None, typer.Option(help="Form of a kernel's FMA: native, portable-cvt, portable-shift.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="M of a kernel; 8 if not given.")] = None,
+    compiled_for: Annotated[str | None, typer.Option(help="Target that a kernel is compiled for first.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Places of a form that are listed.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Say which instructions of a PTX text a target lacks; exit 1 unless there are none and all are known."""
+    from kda_lib.errors import CompileError
+    from kda_lib.lab.audit.command import run_audit
+    from kda_lib.lab.audit.report import render
+
+    try:
+        found = run_audit(source, target, form=fma, tokens=tokens, compiled_for=compiled_for)
+    except ValueError as error:
+        _fail(str(error), USAGE)
+    except CompileError as error:
+        _fail(str(error), FAILED)
+    print(json.dumps(found.as_json(), indent=1) if as_json else render(found, show))
+    if not found.clean:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def ptx_table() -> None:
+    """Ask the installed assembler which target takes which instruction form, and write the table of the audit."""
+    from kda_lib.lab.audit.assembler import AssemblerMissing
+    from kda_lib.lab.audit.command import run_table
+
+    try:
+        table = run_table()
+    except AssemblerMissing as error:
+        _fail(str(error), FAILED)
+    refused = f"{len(table.refused)} probes that no target takes"
+    print(f"{len(table.forms)} forms on {len(table.targets)} targets, by {table.name}; {refused}")
+
+
+@app.command()
+def public_audit() -> None:
+    """Try the audit on PTX from PyPI (downloads 0.7 GB) and record what it found; exit 1 if a claim fails."""
+    from kda_lib.lab.audit.assembler import AssemblerMissing
+    from kda_lib.lab.audit.public import run_public_audit
+
+    try:
+        result = run_public_audit(repo_root())
+    except AssemblerMissing as error:
+        _fail(str(error), FAILED)
+    _print_claims(result)
+
+
+@app.command()
+def device_tests(
+    gpu: Gpu = None,
+    only: Annotated[str, typer.Option(help="As pytest's -k: run these tests alone.")] = "",
+) -> None:
     """Run the tests that need a GPU and compute-sanitizer, and record them; exit 1 if any failed or found something."""
     from kda_lib.lab.device_tests import run_device_tests
 
     device = current_device()
     profile = _profile(gpu)
     if device is None or resolve_mode(profile, device) != "full":
-        _fail(f"{profile.name}: the GPU tests need its device, and there is none", WRONG_DEVICE)
-    result = run_device_tests(repo_root(), profile, device)
+        found = device.name if device else "none"
+        message = f"profile {profile.name!r}: the GPU tests need a device that fits it, got {found}; run them on a GPU"
+        _fail(message, WRONG_DEVICE)
+    result = run_device_tests(repo_root(), profile, device, only)
     for row in result.rows:
         if row["outcome"] != "passed":
             print(f"{row['outcome']:8} {row['variant']}: {row['detail']}")
@@ -198,6 +259,50 @@ def device_tests(gpu: Gpu = None) -> None:
         print(f"{'holds' if claim.holds else 'FAILS'} {claim.id}: {claim.statement}: {claim.value} {claim.unit}")
     if result.status != "ok":
         raise typer.Exit(FAILED)
+
+
+def _print_claims(result: Result) -> None:
+    """Every claim of a result; exit 1 if a required one fails."""
+    for claim in result.claims:
+        verdict = "holds" if claim.holds else "FAILS" if claim.required else "fails (not required)"
+        print(f"{verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip())
+    if result.status != "ok":
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def emulate() -> None:
+    """Run the PTX of three targets on the CPU against the host model, with planted faults; exit 1 if a claim fails."""
+    from kda_lib.cache import ArtifactCache
+    from kda_lib.lab import emulation
+
+    _print_claims(emulation.run(repo_root(), cache=ArtifactCache.default()))
+
+
+@app.command()
+def formal() -> None:
+    """Prove synchronisation and race freedom with sentryward, and record it; exit 1 if a claim fails."""
+    from kda_lib.cache import ArtifactCache
+    from kda_lib.lab import formal
+
+    try:
+        result = formal.run(repo_root(), cache=ArtifactCache.default())
+    except formal.VerifierMissing as error:
+        _fail(str(error), FAILED)
+    _print_claims(result)
+
+
+@app.command()
+def golden(gpu: Gpu = None) -> None:
+    """Launch every kernel on fixed inputs on the profile's GPU, and record the hashes of its outputs."""
+    from kda_lib.lab import golden
+
+    device = current_device()
+    profile = _profile(gpu)
+    if device is None or resolve_mode(profile, device) != "full":
+        found = device.name if device else "none"
+        _fail(f"profile {profile.name!r}: golden outputs need a device that fits it, got {found}", WRONG_DEVICE)
+    _print_claims(golden.record(repo_root(), profile, device))
 
 
 @app.command()
