@@ -62,7 +62,7 @@ def test_a_fault_is_never_proved(fault: str, words: str) -> None:
         assert "PTX line " in row["detail"]
 
 
-@pytest.mark.parametrize(("target", "m"), [("sm_90a", 9), ("sm_100a", 13), ("sm_90a", 6)])
+@pytest.mark.parametrize(("target", "m"), [("sm_90a", 9), ("sm_100a", 13)])
 def test_what_is_written_out_for_the_prover_gives_the_same_bits(target: str, m: int) -> None:
     """Run on the PTX machine: the addresses are those of the compiler's own text."""
     kernel = artifact("skinny_n", target, m)
@@ -76,29 +76,36 @@ def test_what_is_written_out_for_the_prover_gives_the_same_bits(target: str, m: 
         launch(kernel, inputs, out, ptx=ptx, ctas=[0]) for out, ptx in zip(outputs, (kernel.ptx, text), strict=True)
     ]
     assert [report.violations for report in reports] == [[], []]
-    assert reports[0].executed["dp4a.u32.u32"] + reports[0].executed["dp2a.lo.u32.u32"] > 0
+    assert reports[0].executed["dp4a.u32.u32"] > 0
     assert golden.differing(*outputs) == 0
     assert golden.differing(outputs[0], case.outputs(kernel.config)) > 0
 
 
-def test_permutations_are_written_out_as_defined() -> None:
-    """Every selector of whole bytes that takes each byte once somewhere, on arbitrary words."""
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(f"prmt.b32 %r3, %r1, %r2, 0x{selector}U;" for selector in ("3340", "5410", "7531", "0000", "7264")),
+        "dp4a.u32.u32 %r3, %r1, %r2, %r1;",
+        "dp2a.lo.u32.u32 %r3, %r1, %r2, 77;",
+        "mov.b32 %r3, %r1; dp4a.u32.u32 %r3, %r3, %r3, %r3;",
+    ],
+)
+def test_an_instruction_is_written_out_as_defined(code: str) -> None:
+    """On arbitrary words, against the instruction itself, whose tests are those of the PTX machine."""
     words = np.random.default_rng(2).integers(0, 1 << 32, 64, dtype=np.uint32)
-    for selector in ("3340", "5410", "7531", "0000", "7264"):
-        code = f"prmt.b32 %r3, %r1, %r2, 0x{selector}U;"
-        text = (
-            ".version 8.8\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 a, .param .u64 o)\n"
-            "{ .reg .b32 %r<8>; .reg .b64 %d<4>; mov.u32 %r0, %tid.x; ld.param.u64 %d0, [a]; ld.param.u64 %d1, [o];"
-            "mad.wide.u32 %d0, %r0, 8, %d0; mad.wide.u32 %d1, %r0, 4, %d1; ld.global.b32 %r1, [%d0];"
-            f"ld.global.b32 %r2, [%d0+4];\n{code}\nst.global.b32 [%d1], %r3; ret; }}"
-        )
-        found = []
-        for ptx in (text, formal.written_out(text)):
-            out = np.zeros(32, np.uint32)
-            Machine(ptx).run(params=[Buffer(words, "a"), Buffer(out, "o", readonly=False)], grid=1, block=32)
-            found.append(out.tolist())
-        assert "prmt" not in formal.written_out(text)
-        assert found[0] == found[1]
+    text = (
+        ".version 8.8\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 a, .param .u64 o)\n"
+        "{ .reg .b32 %r<8>; .reg .b64 %d<4>; mov.u32 %r0, %tid.x; ld.param.u64 %d0, [a]; ld.param.u64 %d1, [o];"
+        "mad.wide.u32 %d0, %r0, 8, %d0; mad.wide.u32 %d1, %r0, 4, %d1; ld.global.b32 %r1, [%d0];"
+        f"ld.global.b32 %r2, [%d0+4];\n{code}\nst.global.b32 [%d1], %r3; ret; }}"
+    )
+    found = []
+    for ptx in (text, formal.written_out(text)):
+        out = np.zeros(32, np.uint32)
+        Machine(ptx).run(params=[Buffer(words, "a"), Buffer(out, "o", readonly=False)], grid=1, block=32)
+        found.append(out.tolist())
+    assert not {"prmt", "dp2a", "dp4a"} & set(formal.written_out(text).replace(".", " ").split())
+    assert found[0] == found[1]
 
 
 @needs_verifier

@@ -21,8 +21,7 @@ from kda_lib.autotune import TuningStore, TuningTable
 from kda_lib.backends import Backend, BrokenBackend
 from kda_lib.errors import NotWarmedUp
 from kda_lib.kernels.config import qkvg_gemv_config, skinny_k_config, skinny_n_config
-from kda_lib.kernels.stream_config import F_A_START, WORKSPACE_BYTES, stream_config
-from kda_lib.runtime import Runtime
+from kda_lib.kernels.stream_config import stream_config
 from kda_lib.shapes import F_A_ROWS, HIDDEN
 from kda_lib.strategies import Overlap, Strategy, Stream
 
@@ -232,54 +231,6 @@ def test_one_stream_kernel_is_compiled_for_every_m(cuda: FakeCuda, weights: Weig
         proj(random(m, HIDDEN, m))
         assert launches(cuda) == [f"stream M={m} on main"]
     assert len(cuda.compiled) == 1
-
-
-def test_the_workspace_is_made_by_warmup_and_kept(
-    cuda: FakeCuda, weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One for each projection, also where they share weights; other strategies have none; capture makes none."""
-    made: list[torch.Tensor] = []
-    zeros = torch.zeros
-
-    def logged(*shape: int, **options: Any) -> torch.Tensor:
-        tensor = zeros(*shape, **options)
-        if options.get("dtype") == torch.uint8:
-            assert not cuda.capturing
-            made.append(tensor)
-        return tensor
-
-    monkeypatch.setattr(torch, "zeros", logged)
-    project(weights, strategy="overlap").warmup([2])
-    assert made == []
-    for proj in (project(weights, strategy="stream"), project(weights, strategy="stream")):
-        proj.warmup([3, 4])
-        cuda.capturing = True
-        proj(random(3, HIDDEN, 1))
-        cuda.capturing = False
-        proj(random(5, HIDDEN, 1))
-    assert [tensor.numel() for tensor in made] == [WORKSPACE_BYTES] * 2
-    assert len({tensor.data_ptr() for tensor in made}) == 2
-    runtime = Runtime(TP16, *weights)
-    cuda.capturing = True
-    with pytest.raises(NotWarmedUp, match="the workspace of the stream kernel"):
-        _ = runtime.workspace
-
-
-def test_rearm_after_an_aborted_launch(cuda: FakeCuda, weights: Weights) -> None:
-    """Counters that a launch left set spoil the next one, until they are cleared."""
-    proj, x = project(weights, strategy="stream"), random(3, HIDDEN, 5)
-    assert proj.armed()
-    proj.rearm()
-    want = proj(x)
-    assert proj.armed()
-    runtime = proj._runtime
-    runtime.workspace[:4] = torch.tensor([5, 0, 0, 0], dtype=torch.uint8)
-    runtime.workspace[F_A_START:] = 0
-    assert not proj.armed()
-    assert not torch.equal(proj(x).g1, want.g1)
-    proj.rearm()
-    assert proj.armed()
-    assert all(torch.equal(a, b) for a, b in zip(proj(x), want, strict=True))
 
 
 def test_kernels_are_loaded_once_for_all_layers(cuda: FakeCuda, weights: Weights) -> None:

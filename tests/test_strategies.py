@@ -1,4 +1,4 @@
-"""Plans as a pure function of facts, M and strategy; the words for them; strategies from outside."""
+"""Plans as a pure function of facts, M and strategy; words for them; strategies from outside; stream's workspace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from fake_flashinfer import FLASHINFER_0_7_4
 from kda_lib import Arch, KdaProjection, KdaShapes, strategies
 from kda_lib.autotune import TuningTable
 from kda_lib.backends import Backend, Installed
+from kda_lib.errors import NotWarmedUp
 from kda_lib.kernels.config import GEMV_TOKENS, qkvg_gemv_config
-from kda_lib.kernels.stream_config import stream_config
+from kda_lib.kernels.stream_config import F_A_START, WORKSPACE_BYTES, stream_config
 from kda_lib.runtime import Outputs, Runtime
 from kda_lib.shapes import HIDDEN
 from kda_lib.strategies import Facts, Overlap, Plan, Sequential, Strategy, Stream, make_plan
@@ -257,3 +258,51 @@ def test_registry_is_open(cuda: FakeCuda, weights: Weights, monkeypatch: pytest.
     proj = project(weights, table=TuningTable(strategy_us={2: times, 3: times}))
     assert proj.plan(2).strategy == Zeros()
     assert proj.plan(3).strategy == Overlap()
+
+
+def test_the_workspace_is_made_by_warmup_and_kept(
+    cuda: FakeCuda, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each projection, also where they share weights; other strategies have none; capture makes none."""
+    made: list[torch.Tensor] = []
+    zeros = torch.zeros
+
+    def logged(*shape: int, **options: Any) -> torch.Tensor:
+        tensor = zeros(*shape, **options)
+        if options.get("dtype") == torch.uint8:
+            assert not cuda.capturing
+            made.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "zeros", logged)
+    project(weights, strategy="overlap").warmup([2])
+    assert made == []
+    for proj in (project(weights, strategy="stream"), project(weights, strategy="stream")):
+        proj.warmup([3, 4])
+        cuda.capturing = True
+        proj(random(3, HIDDEN, 1))
+        cuda.capturing = False
+        proj(random(5, HIDDEN, 1))
+    assert [tensor.numel() for tensor in made] == [WORKSPACE_BYTES] * 2
+    assert len({tensor.data_ptr() for tensor in made}) == 2
+    runtime = Runtime(TP16, *weights)
+    cuda.capturing = True
+    with pytest.raises(NotWarmedUp, match="the workspace of the stream kernel"):
+        _ = runtime.workspace
+
+
+def test_rearm_after_an_aborted_launch(cuda: FakeCuda, weights: Weights) -> None:
+    """Counters that a launch left set spoil the next one, until they are cleared."""
+    proj, x = project(weights, strategy="stream"), random(3, HIDDEN, 5)
+    assert proj.armed()
+    proj.rearm()
+    want = proj(x)
+    assert proj.armed()
+    runtime = proj._runtime
+    runtime.workspace[:4] = torch.tensor([5, 0, 0, 0], dtype=torch.uint8)
+    runtime.workspace[F_A_START:] = 0
+    assert not proj.armed()
+    assert not torch.equal(proj(x).g1, want.g1)
+    proj.rearm()
+    assert proj.armed()
+    assert all(torch.equal(a, b) for a, b in zip(proj(x), want, strict=True))
