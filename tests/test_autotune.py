@@ -244,12 +244,14 @@ class Clock:
             clock.recording = None
 
         class Stream:
+            cuda_stream = 7
+
             def synchronize(self) -> None:
                 assert clock.recording is None
 
         for name, fake in (("Event", Event), ("CUDAGraph", Graph), ("graph", graph)):
             patch.setattr(torch.cuda, name, fake)
-        patch.setattr(torch.cuda, "current_stream", Stream)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
 
     def launch(self, backend: Backend) -> None:
         if self.recording is not None:
@@ -306,11 +308,27 @@ def test_each_launch_reads_a_weight_that_has_left_l2(
 
     monkeypatch.setattr(torch.cuda, "device", NoDevice)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+
+    def own_kernel(config: Any, arch: Arch) -> Callable[..., None]:
+        """Our GEMV is no library's GEMM: it is compiled for the M at hand, and launched by address."""
+        assert (config.m, config.n) == (3, shapes.qkvg_rows)
+
+        def launch(x: int, weight: int, out: int, *, stream: int) -> None:
+            assert stream == 7
+            seen.append((weight, config.m, (config.m, config.n)))
+            clock.launch(Backend.SKINNY)
+
+        return launch
+
     monkeypatch.setattr(autotune, "run_gemm", gemm)
+    monkeypatch.setattr("kda_lib.runtime.loaded_kernel", own_kernel)
+    monkeypatch.setattr(Arch, "of_device", classmethod(lambda cls, device: HOPPER))
     # Only the addresses matter: uninitialised memory is never touched.
     monkeypatch.setattr(torch, "randn", lambda *shape, generator, device, dtype: untouched(shape, dtype))
-    times = measure_qkvg(shapes, {3: (MM, TINY), 5: (MM,)}, torch.device("cpu"))
-    assert times == {3: {MM: 10.0, TINY: 10.0}, 5: {MM: 10.0}}
+    options = {3: candidates(HOPPER, 3, Installed()), 5: (MM, TINY)}
+    assert Backend.SKINNY in options[3]
+    times = measure_qkvg(shapes, options, torch.device("cpu"))
+    assert times == {3: dict.fromkeys(options[3], 10.0), 5: {MM: 10.0, TINY: 10.0}}
     assert len({address for address, _, _ in seen}) == count
     assert {(m, out) for _, m, out in seen} == {(3, (3, 3072)), (5, (5, 3072))}
     assert {len(launches) for launches in clock.replays} == {count}

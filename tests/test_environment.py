@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-LOCKS = {"cpu": ["lab", "dev"], "cuda": ["lab", "dev", "cuda"]}
+LOCKS = {"cpu": ["lab", "dev", "verify"], "cuda": ["lab", "dev", "verify", "cuda"]}
 
 
 def read_lock(text: str) -> dict[str, str]:

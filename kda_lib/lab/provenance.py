@@ -40,7 +40,6 @@ class Script(NamedTuple):
 
 
 COMPILED = ("kda_lib/arch.py", "kda_lib/compile.py", "kda_lib/diagnosis.py", "kda_lib/kernels/", "kda_lib/shapes.py")
-EMULATOR = ("kda_lib/lab/ptx/", "kda_lib/lab/golden.py", "kda_lib/reference.py")
 
 SCRIPTS = {
     "compile_matrix": Script(("kda_lib/lab/matrix.py", "kda_lib/lab/sass.py"), COMPILED),
@@ -61,10 +60,27 @@ SCRIPTS = {
         ("kda_lib/arch.py", "kda_lib/diagnosis.py", "kda_lib/kernels/probe.py", "kda_lib/kernels/ptx.py"),
         locked=False,
     ),
-    "emulation": Script(("kda_lib/lab/emulation.py", "kda_lib/lab/fma_edges.py"), (*COMPILED, *EMULATOR)),
-    "formal": Script(("kda_lib/lab/formal.py",), COMPILED),
-    "golden": Script(("kda_lib/lab/golden.py",), (*COMPILED, "kda_lib/reference.py", "kda_lib/launch.py")),
-    "public_ptx_audit": Script(("kda_lib/lab/audit/public.py",), ("kda_lib/lab/audit/", "kda_lib/lab/data/")),
+    "emulation": Script(
+        (*(f"kda_lib/lab/{name}.py" for name in ("emulation", "fma_edges", "golden", "scripted")),),
+        (*COMPILED, "kda_lib/lab/ptx/", "kda_lib/reference.py"),
+    ),
+    "formal": Script(
+        (*(f"kda_lib/lab/{name}.py" for name in ("formal", "golden", "ptx/mutations", "scripted")),), COMPILED
+    ),
+    "golden": Script(
+        ("kda_lib/lab/golden.py", "kda_lib/lab/scripted.py"),
+        (*COMPILED, "kda_lib/cache.py", "kda_lib/launch.py", "kda_lib/reference.py", "kda_lib/runtime.py"),
+    ),
+    "public_ptx_audit": Script(
+        (
+            *(f"kda_lib/lab/audit/{name}.py" for name in ("assembler", "check", "probes", "probing", "public")),
+            *(f"kda_lib/lab/audit/{name}.py" for name in ("reader", "sources", "table")),
+            "kda_lib/lab/data/ptx_table.json",
+            "kda_lib/lab/data/triton_kernels.py",
+        ),
+        ("kda_lib/arch.py",),
+        locked=False,
+    ),
 }
 
 STORED_OUTPUT_TAG = "nbval-check-output"
