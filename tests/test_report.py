@@ -126,3 +126,23 @@ def test_page_is_refused(mime: str, content: str, reason: str) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("x", outputs=[output])])
     with pytest.raises(report.ReportError, match=reason):
         report.render_page(notebook, example_result())
+
+
+def test_a_published_figure_is_smaller_and_looks_the_same() -> None:
+    """Hundreds of shades become at most 64, none far from what it was; what is small already stays."""
+    from io import BytesIO
+
+    import numpy as np
+    from PIL import Image
+
+    shades = np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)
+    picture = Image.fromarray(np.repeat(shades[:, :, None], 3, axis=2))
+    buffer = BytesIO()
+    picture.save(buffer, "PNG")
+    small = Image.open(BytesIO(report.smaller_png(buffer.getvalue())))
+    assert small.size == picture.size
+    assert len(small.getcolors() or ()) <= report.COLOURS
+    assert np.abs(np.asarray(small.convert("RGB"), int) - np.asarray(picture, int)).max() <= 16
+    one = BytesIO()
+    Image.new("RGB", (1, 1)).save(one, "PNG", optimize=True)
+    assert len(report.smaller_png(one.getvalue())) <= len(one.getvalue())

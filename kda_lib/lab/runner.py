@@ -37,6 +37,7 @@ from kda_lib.lab.report import (
     load_result,
     mark_stale,
     render_page,
+    smaller_png,
     write_index,
 )
 
@@ -357,6 +358,7 @@ def _publish(places: Places, name: str, work: Path) -> None:
         prefix = "" if figure.name.startswith(f"{name[:2]}_") else f"{name[:2]}_"
         new[figure] = places.folder / "figures" / f"{prefix}{figure.name}"
         new[figure].parent.mkdir(exist_ok=True)
+        figure.write_bytes(smaller_png(figure.read_bytes()))
     old = set(places.figures(name)) - set(new.values())
     # The result goes last: until it is there, the page's run id tells that the two do not belong together.
     new[work / "results" / f"{name}.json"] = places.result(name)
