@@ -111,13 +111,31 @@ def test_agrees_with_really_assembling(kernel: str, origin: str) -> None:
         assert found.instructions_fit == (ptxas.complaint(moved, target) is None), (form, target)
 
 
+@needs_ptxas
+@pytest.mark.parametrize("origin", ["sm_90a", "sm_120a"])
+def test_agrees_with_really_assembling_the_stream_kernel(origin: str) -> None:
+    """Which has bulk copies, mbarriers and tensor-core instructions: it cannot be moved below sm_90."""
+    assert ptxas is not None
+    ptx = kernel_ptx("stream", origin, FmaForm.SHIFT)
+    fits = {}
+    for target in TARGETS:
+        found = look(ptx, target)
+        assert found.clean == (ptxas.complaint(ptx, target) is None), target
+        moved = retarget(read(ptx), target, ptxas.newest_ptx)
+        fits[target] = found.instructions_fit
+        assert fits[target] == (ptxas.complaint(moved, target) is None), target
+    assert fits[origin]
+    assert not fits["sm_80"]
+
+
 def test_agrees_with_the_compile_matrix() -> None:
     """The outcomes that the DSL's own assembler gave, for every kernel, form and target, at one M."""
     rows = read_result(ROOT / "reports" / "cpu" / "results" / "compile_matrix.json").rows
-    chosen = [row for row in rows if row["kernel"] in ("skinny_n", "skinny_k") and row["M"] == 8]
-    assert len({(row["kernel"], row["fma"], row["target"]) for row in chosen}) == len(chosen) == 60
+    chosen = [row for row in rows if row.get("M", 8) == 8 and row.get("tp", 8) == 8]
+    assert len({(row["kernel"], row.get("fma"), row["target"]) for row in chosen}) == len(chosen) == 67
+    assert {row["target"] for row in chosen if row["kernel"] == "stream"} == set(TARGETS) - {"sm_80", "sm_86", "sm_89"}
     for row in chosen:
-        kernel, target, form = str(row["kernel"]), str(row["target"]), FmaForm(str(row["fma"]))
+        kernel, target, form = str(row["kernel"]), str(row["target"]), FmaForm(str(row.get("fma", FmaForm.SHIFT)))
         rejected = row["outcome"] != "ok"
         found = look(kernel_ptx(kernel, "sm_100a" if rejected else target, form, 8), target)
         lowest = {v.lowest_target for v in found.violations if v.form == NATIVE}

@@ -22,9 +22,12 @@ PRESENTATION = tuple(f"kda_lib/lab/{name}.py" for name in ("__main__", "nbtools"
 ELSEWHERE = (
     "kda_lib/lab/audit/",
     "kda_lib/lab/ptx/",
-    *(f"kda_lib/lab/{name}.py" for name in ("emulation", "fma_edges", "formal", "golden")),
+    *(f"kda_lib/lab/{name}.py" for name in ("emulation", "fma_edges", "formal", "formal_stream", "golden")),
 )
-"""What only commands use, whose results name it as their own library; a change to it makes no other result stale."""
+"""What commands use, whose results name it as their own library; it makes no other result stale, but see `USERS`."""
+
+USERS = {"03_numerical_validation": ("kda_lib/lab/ptx/",), "07_unseen_architectures": ELSEWHERE}
+"""Notebooks that use some of `ELSEWHERE` themselves."""
 
 
 class Script(NamedTuple):
@@ -65,7 +68,8 @@ SCRIPTS = {
         (*COMPILED, "kda_lib/lab/ptx/", "kda_lib/reference.py"),
     ),
     "formal": Script(
-        (*(f"kda_lib/lab/{name}.py" for name in ("formal", "golden", "ptx/mutations", "scripted")),), COMPILED
+        (*(f"kda_lib/lab/{name}.py" for name in ("formal", "formal_stream", "golden", "ptx/mutations", "scripted")),),
+        COMPILED,
     ),
     "golden": Script(
         ("kda_lib/lab/golden.py", "kda_lib/lab/scripted.py"),
@@ -130,7 +134,7 @@ def inputs_sha256(notebook: Path, profile: str, root: Path | None = None) -> dic
     sources = sorted(path.relative_to(root).as_posix() for path in (root / "kda_lib").rglob("*.py"))
     script = SCRIPTS.get(notebook.stem)
     library = script.library if script else ("kda_lib/",)
-    own = tuple(name for name in library if name.startswith(ELSEWHERE))
+    own = tuple(name for name in (*library, *USERS.get(notebook.stem, ())) if name.startswith(ELSEWHERE))
     common = [name for name in sources if name.startswith(library) and not name.startswith(ELSEWHERE)]
     sources = sorted([*common, *(name for name in sources if own and name.startswith(own))])
     return {
