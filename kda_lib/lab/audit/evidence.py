@@ -167,7 +167,9 @@ def _race_free(kernel: str, target: str, known: Record | None) -> Cell:
         return Cell(Standing.NONE, "not proved", known.link)
     cell = _cell(proved, known)
     whole = {row["M"] for row in rows if row["ctas"] == row["grid"]}
-    return cell if whole >= set(proved) else replace(cell, standing=Standing.PART, text=f"{cell.text}, first CTAs{left_out}")
+    if whole >= set(proved):
+        return cell
+    return replace(cell, standing=Standing.PART, text=f"{cell.text}, first CTAs{left_out}")
 
 
 def _on_hardware(kernel: str, target: str, devices: Mapping[str, Record]) -> Cell:
