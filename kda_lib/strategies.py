@@ -142,7 +142,7 @@ class Overlap(Strategy):
     """QKVG on the current stream; F_A/beta, then F_B, on a second one. Up to 16 tokens.
 
     fork: which branch is launched first, ``"side_first"`` or ``"wide_first"`` (QKVG). With ``out``, beta is copied.
-    Side first is the default because it has the lower median for 1 to 9 tokens on an H200 (notebook 05).
+    Side first is the default because it has the lower median for 1 to 8 tokens on an H200 (notebook 05).
     """
 
     fork: Fork = "side_first"

@@ -179,7 +179,9 @@ def _validate_pdl(arch: Arch, pdl: bool) -> None:
 
 
 def skinny_n_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyNConfig:
-    """The configuration of F_A/beta for m tokens (1 to 16) on this target, measured on an H200.
+    """The configuration of F_A/beta for m tokens (1 to 16) on this target.
+
+    Chosen by sweeps on an H200 of which no result file was kept.
 
     Targets with clusters: seven CTAs share K; above 8 tokens they take more rows, so that clusters of seven fill the
     SMs evenly. Others: one CTA reads all of K for 2 rows. ``split`` and ``steps``, which fix the order of additions,
@@ -203,7 +205,9 @@ def skinny_n_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None 
 
 
 def skinny_k_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyKConfig:
-    """The configuration of F_B for m tokens (1 to 16) on this target, measured on an H200.
+    """The configuration of F_B for m tokens (1 to 16) on this target.
+
+    Chosen by sweeps on an H200 of which no result file was kept.
 
     x is f_a inside the F_A/beta output. The order of additions depends on K alone.
     """
@@ -223,7 +227,9 @@ def skinny_k_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None 
 
 
 def qkvg_gemv_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyNConfig:
-    """The configuration of QKVG for 1 to :data:`GEMV_TOKENS` tokens on this target, measured on an H200.
+    """The configuration of QKVG for 1 to :data:`GEMV_TOKENS` tokens on this target.
+
+    Chosen by sweeps on an H200 of which no result file was kept.
 
     Targets with clusters: a few CTAs share K. Others: one CTA reads all of K, so that no cluster is needed.
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 FloorConfig = ReadLoadsConfig | ReadBulkConfig
 
-#: Plain loads: blocks on an SM, threads of a block, loads of a thread: the fastest of a sweep on an H200. 128 KB in
-#: flight on an SM, which is well above its bandwidth times latency (4.8 TB/s / 132 SMs x 1 us = 36 KB).
+#: Plain loads: blocks on an SM, threads of a block, loads of a thread: the fastest of a sweep on an H200 (unrecorded).
+#: 128 KB in flight on an SM, which is well above its bandwidth times latency (4.8 TB/s / 132 SMs x 1 us = 36 KB).
 LOAD_CTAS, LOAD_THREADS, LOADS = 4, 512, 4
 #: Bulk copies: bytes of a stage, and stages of the one block on an SM where 227 KB of shared memory allow that many:
-#: the fastest of a sweep on an H200.
+#: the fastest of a sweep on an H200 (not recorded).
 STAGE_BYTES, STAGES = 32 * 1024, 6
 
 
