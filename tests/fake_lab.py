@@ -20,7 +20,7 @@ def make_repo(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "pyproject.toml").write_text("[project]\n")
     (root / "kda_lib" / "kernel.py").write_text("ANSWER = 42\n")
     (root / "kda_lib" / "lab" / "report.py").write_text("TITLE = 'report'\n")
-    for name in (name for script in provenance.SCRIPTS.values() for name in script.files):
+    for name in (name.replace("*", "kernels") for script in provenance.SCRIPTS.values() for name in script.files):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"# {name}\n")
     for lock in provenance.LOCKS:

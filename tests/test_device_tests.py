@@ -1,13 +1,17 @@
 """The GPU tests as a result file, with tests that need no GPU in their place."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_lab import device, make_repo
+from typer.testing import CliRunner
 
-from kda_lib.lab import device_tests, provenance, records
+from kda_lib.lab import __main__ as cli
+from kda_lib.lab import device_tests, provenance, records, scripted
 from kda_lib.lab.profile import load_profile
 from kda_lib.lab.sanitized import KERNELS
+from kda_lib.lab.scripted import Row
 
 TESTS = """
 import pytest
@@ -28,55 +32,122 @@ def test_two():
     pass
 """
 
-TOOL_ROWS = [f"{name} {kernels}" for kernels in KERNELS for name in device_tests.SANITIZERS]
+TOOL_ROWS = [f"{name} {kernels}" for kernels, tools in KERNELS.items() for name in tools]
 
-#: In the place of compute-sanitizer: clean with the skinny kernels, and with stream each tool ends in its own way.
+#: In the place of compute-sanitizer: clean with the skinny kernels, and with stream each tool ends in its own way. One
+#: waits for a process that it started.
 FAKE_TOOL = """#!/bin/sh
 case "$*" in *skinny) echo "========= ERROR SUMMARY: 0 errors"; exit 0;; esac
 case "$2" in
-memcheck) echo "========= ERROR SUMMARY: 3 errors"; exit 86;;
-racecheck) exec sleep 60;;
+memcheck) printf "========= Invalid read error\\n========= of 4 bytes\\n========= ERROR SUMMARY: 3 errors\\n"; exit 86;;
+racecheck) sleep 60; exit 0;;
 synccheck) echo "no such device" >&2; exit 1;;
 esac
 """
+
+
+def clean(variant: str) -> Row:
+    return {"variant": variant, "outcome": "clean", "detail": "", "seconds": 0.0}
 
 
 @pytest.fixture
 def repo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One file of GPU tests; compute-sanitizer finds nothing with any tool."""
     root = make_repo(tmp_path / "repo", monkeypatch)
-    for file in (root / "tests").glob("test_*_gpu.py"):
-        file.write_text("")
     (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: needs a device"]\n')
     (root / "tests" / "test_kernels_gpu.py").write_text(TESTS)
-    clean = [{"variant": name, "outcome": "clean", "detail": "", "seconds": 0.0} for name in TOOL_ROWS]
-    monkeypatch.setattr(device_tests, "run_sanitizers", lambda root: iter(clean))
-    monkeypatch.setattr(device_tests, "sample_state", dict)
+    monkeypatch.setattr(device_tests, "run_sanitizers", lambda root: map(clean, TOOL_ROWS))
+    monkeypatch.setattr(scripted, "sample_state", dict)
     monkeypatch.setattr(provenance, "current_device", device)
     return root
 
 
+def result_file(repo: Path) -> Path:
+    return repo / "reports" / "h200" / "results" / "device_tests.json"
+
+
 @pytest.mark.parametrize(
-    ("only", "outcomes", "broken"),
+    ("source", "outcomes", "broken"),
     [
-        ("", {"test_good": "passed", "test_bad": "failed", "test_two": "skipped"}, ["tests"]),
-        ("good", {"test_good": "passed"}, []),
-        ("two", {"test_two": "skipped"}, ["ran"]),
-        ("nothing", {}, ["ran"]),
+        (TESTS, {"test_good": "passed", "test_bad": "failed", "test_two": "skipped"}, ["tests"]),
+        (TESTS.replace("1 == 2", "1 == 1"), {"test_good": "passed", "test_bad": "passed", "test_two": "skipped"}, []),
+        ("", {}, ["ran"]),
     ],
 )
-def test_outcomes_become_rows_and_claims(repo: Path, only: str, outcomes: dict[str, str], broken: list[str]) -> None:
-    result = device_tests.run_device_tests(repo, load_profile("h200"), device(), only)
+def test_outcomes_become_rows_and_claims(repo: Path, source: str, outcomes: dict[str, str], broken: list[str]) -> None:
+    (repo / "tests" / "test_kernels_gpu.py").write_text(source)
+    result = device_tests.run_device_tests(repo, load_profile("h200"), device())
     tests = [row for row in result.rows if row["variant"] not in TOOL_ROWS]
     assert {str(row["variant"]).split("::")[1]: row["outcome"] for row in tests} == outcomes
+    assert [claim.id for claim in result.claims] == ["tests", "ran", *(f"sanitizers-{kernels}" for kernels in KERNELS)]
     assert [claim.id for claim in result.claims if not claim.holds] == broken
     assert result.status == ("failed" if broken else "ok")
-    assert result.parameters == {"profile": "h200", "only": only}
-    assert records.read_result(repo / "reports" / "h200" / "results" / "device_tests.json") == result
+    assert (result.mode, result.parameters, result.seeds) == ("full", {"profile": "h200"}, {})
+    assert result.gpu is not None
+    assert result.gpu.name == "NVIDIA H200"
+    assert records.read_result(result_file(repo)) == result
     assert records.stale_inputs(result, repo) == []
     details = {row["outcome"]: str(row["detail"]) for row in tests}
     assert "they differ" in details.get("failed", "they differ")
     assert "needs two devices" in details.get("skipped", "needs two devices")
+
+
+def test_every_file_of_gpu_tests_is_run_and_decides(repo: Path) -> None:
+    """A file that is new, or gone, is a change of the record's own files."""
+    new = repo / "tests" / "test_new_gpu.py"
+    new.write_text(TESTS.replace("test_good", "test_new"))
+    result = device_tests.run_device_tests(repo, load_profile("h200"), device())
+    assert {"test_good", "test_new"} <= {str(row["variant"]).split("::")[-1] for row in result.rows}
+    assert records.stale_inputs(result, repo) == []
+    new.unlink()
+    assert records.stale_inputs(result, repo) == ["own files"]
+
+
+@pytest.mark.parametrize(("done", "whole"), [(0, []), (5, [next(iter(KERNELS))])])
+def test_what_was_found_stays_if_a_run_is_cut_short(
+    repo: Path, monkeypatch: pytest.MonkeyPatch, done: int, whole: list[str]
+) -> None:
+    """The record is there after the tests and after each tool, and says that it is not all."""
+
+    def cut_short(root: Path) -> Iterator[Row]:
+        yield from map(clean, TOOL_ROWS[:done])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_tests, "run_sanitizers", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        device_tests.run_device_tests(repo, load_profile("h200"), device())
+    kept = records.read_result(result_file(repo))
+    assert [row["variant"] for row in kept.rows if row["variant"] in TOOL_ROWS] == TOOL_ROWS[:done]
+    assert len(kept.rows) == 3 + done
+    assert kept.status == "failed"
+    held = [claim.id.removeprefix("sanitizers-") for claim in kept.claims if claim.holds]
+    assert [name for name in held if name in KERNELS] == whole
+
+
+@pytest.mark.parametrize(
+    ("only", "code", "said"),
+    [
+        ("good", 0, ["holds tests: no GPU test failed: 0 of 1 failed", "holds ran: GPU tests ran: 1 of 1 passed"]),
+        ("bad", 1, ["FAILS tests: no GPU test failed: 1 of 1 failed", "FAILS ran: GPU tests ran: 0 of 1 passed"]),
+        ("two", 1, ["holds tests: no GPU test failed: 0 of 1 failed", "FAILS ran: GPU tests ran: 0 of 1 passed"]),
+        ("nothing", 1, ["holds tests: no GPU test failed: 0 of 0 failed", "FAILS ran: GPU tests ran: 0 of 0 passed"]),
+    ],
+)
+def test_some_tests_alone_are_told_and_not_recorded(
+    repo: Path, monkeypatch: pytest.MonkeyPatch, only: str, code: int, said: list[str]
+) -> None:
+    """The record of all tests stays as it is, and no tool is run."""
+    result_file(repo).parent.mkdir(parents=True)
+    result_file(repo).write_text("all of it")
+    monkeypatch.setattr(cli, "repo_root", lambda: repo)
+    monkeypatch.setattr(cli, "current_device", device)
+    monkeypatch.setattr(cli, "_end_when_told", lambda: None)
+    monkeypatch.setattr(device_tests, "run_sanitizers", lambda root: pytest.fail("a tool was run"))
+    result = CliRunner().invoke(cli.app, ["device-tests", "--gpu", "h200", "--only", only])
+    assert result.exit_code == code
+    assert result.stdout.splitlines()[-2:] == said
+    assert ("they differ" in result.stdout) == (only == "bad")
+    assert [path.read_text() for path in (repo / "reports").rglob("*") if path.is_file()] == ["all of it"]
 
 
 def test_each_tool_judges_each_kind_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +159,15 @@ def test_each_tool_judges_each_kind_of_kernels(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(device_tests, "TOOL_LIMIT", 0.5)
     rows = list(device_tests.run_sanitizers(tmp_path))
     assert [row["variant"] for row in rows] == TOOL_ROWS
-    assert [row["outcome"] for row in rows] == ["clean"] * 4 + ["found", "timed out", "failed", "failed"]
-    assert [row["detail"] for row in rows[4:]] == [
-        "ERROR SUMMARY: 3 errors", "not done after 0.5 s", "no such device", "it said nothing",
-    ]  # fmt: skip
+    said = {
+        "memcheck": ("found", "Invalid read error; ERROR SUMMARY: 3 errors"),
+        "racecheck": ("timed out", "not done after 0.5 s"),
+        "synccheck": ("failed", "no such device"),
+        "initcheck": ("failed", "it said nothing"),
+    }
+    assert {row["outcome"] for row in rows if row["variant"].endswith(" skinny")} == {"clean"}
+    others = [row for row in rows if not row["variant"].endswith(" skinny")]
+    assert [(row["outcome"], row["detail"]) for row in others] == [said[row["variant"].split()[0]] for row in others]
 
 
 def test_without_the_tool_nothing_is_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

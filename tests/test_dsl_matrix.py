@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_lab import make_repo
 
 from kda_lib.arch import Arch
 from kda_lib.kernels.fma import FmaForm
@@ -46,9 +47,13 @@ def test_the_repro_needs_the_dsl_only_and_fits_a_page() -> None:
 
 def test_rows_of_this_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Environment, "create", classmethod(lambda cls, version, folder: HERE))
-    file = tmp_path / "results" / "dsl_matrix.json"
-    result = run_dsl_matrix(file, versions=["4.8.1"], targets=["sm_90a"], progress=False)
-    assert read_result(file) == result
+    repo = make_repo(tmp_path / "repo", monkeypatch)
+    result = run_dsl_matrix(repo, versions=["4.8.1"], targets=["sm_90a"], progress=False)
+    assert read_result(repo / "reports" / "cpu" / "results" / "dsl_matrix.json") == result
+    assert stale_inputs(result, repo) == []
+    assert (result.status, result.mode, result.gpu, result.seeds) == ("ok", "compile-only", None, {})
+    assert set(result.environment) == {"python", "4.8.1"}
+    assert "perf_counter" in str(result.timing_method)
     rows = {row["fma"]: row for row in result.rows}
     assert list(rows) == ["native", "portable-cvt", "portable-shift"]
     assert rows["portable-cvt"]["outcome"] == rows["portable-shift"]["outcome"] == "ok"
@@ -61,7 +66,7 @@ def test_rows_of_this_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert "fma(self.form" in (ROOT / file_name).read_text().splitlines()[int(line) - 1]
     # Verbatim, but the folder of the repro is nobody's business.
     assert str(native["detail"]).startswith('error: "Fma"("repro_fma.py":')
-    assert result.parameters["targets"] == ["sm_90a"]
+    assert result.parameters == {"profile": "cpu", "versions": ["4.8.1"], "targets": ["sm_90a"]}
     assert {claim.id: claim.holds for claim in result.claims}["native-rejected"]
 
 
@@ -94,7 +99,7 @@ def test_a_wrong_target_is_refused_before_anything_is_installed(
 ) -> None:
     monkeypatch.setattr(Environment, "create", classmethod(lambda cls, version, folder: pytest.fail("installed")))
     with pytest.raises(ValueError, match="target: expected one of"):
-        run_dsl_matrix(tmp_path / "x.json", targets=["sm_90a", "hopper"], progress=False)
+        run_dsl_matrix(tmp_path, targets=["sm_90a", "hopper"], progress=False)
 
 
 def test_a_release_that_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,14 @@ from compiled import compiled
 
 from kda_lib.arch import Arch
 from kda_lib.compile import Artifact
-from kda_lib.lab import formal, golden, records
-from kda_lib.lab.formal import NOT_PROVED, PROVED, Task
+from kda_lib.lab import formal, golden, prover, records
+from kda_lib.lab.formal import Task
 from kda_lib.lab.golden import Case
+from kda_lib.lab.prover import NOT_PROVED, PROVED
 from kda_lib.lab.ptx import Buffer, Machine
 from kda_lib.lab.ptx.emulate import launch
 from kda_lib.lab.ptx.mutations import MUTATIONS
+from kda_lib.lab.scripted import Row
 
 FAULTS = {fault.name: fault for fault in MUTATIONS}
 
@@ -32,7 +34,7 @@ def artifact(kernel: str, target: str, m: int) -> Artifact:
 
 @needs_verifier
 @pytest.mark.parametrize("kernel", ["skinny_n", "skinny_k"])
-@pytest.mark.parametrize("target", formal.TARGETS)
+@pytest.mark.parametrize("target", prover.TARGETS)
 def test_kernels_are_proved_safe(kernel: str, target: str) -> None:
     rows = formal.rows_of(Task(kernel, target, 1, clusters=1))
     for row in rows:
@@ -66,7 +68,7 @@ def test_a_fault_is_never_proved(fault: str, words: str) -> None:
 def test_what_is_written_out_for_the_prover_gives_the_same_bits(target: str, m: int) -> None:
     """Run on the PTX machine: the addresses are those of the compiler's own text."""
     kernel = artifact("skinny_n", target, m)
-    text = formal.written_out(kernel.ptx)
+    text = prover.written_out(kernel.ptx)
     assert [word for word in ("dp2a", "dp4a", "prmt") if word in text] == []
     assert len(text.splitlines()) == len(kernel.ptx.splitlines())
     case = Case("skinny_n", m, "ordinary")
@@ -100,19 +102,19 @@ def test_an_instruction_is_written_out_as_defined(code: str) -> None:
         f"ld.global.b32 %r2, [%d0+4];\n{code}\nst.global.b32 [%d1], %r3; ret; }}"
     )
     found = []
-    for ptx in (text, formal.written_out(text)):
+    for ptx in (text, prover.written_out(text)):
         out = np.zeros(32, np.uint32)
         Machine(ptx).run(params=[Buffer(words, "a"), Buffer(out, "o", readonly=False)], grid=1, block=32)
         found.append(out.tolist())
-    assert not {"prmt", "dp2a", "dp4a"} & set(formal.written_out(text).replace(".", " ").split())
+    assert not {"prmt", "dp2a", "dp4a"} & set(prover.written_out(text).replace(".", " ").split())
     assert found[0] == found[1]
 
 
 @needs_verifier
 def test_equality_is_proved_and_not_for_another_function() -> None:
     kernel = artifact("skinny_k", "sm_100a", 1)
-    assert formal.prove(kernel, ctas=1, equality=True).proved("equality")
-    wrong = formal.prove(kernel, ctas=1, ptx=FAULTS["shuffle distance"].apply(kernel.ptx), equality=True)
+    assert prover.prove(kernel, ctas=1, equality=True).proved("equality")
+    wrong = prover.prove(kernel, ctas=1, ptx=FAULTS["shuffle distance"].apply(kernel.ptx), equality=True)
     assert wrong.proved("synchronisation")
     assert not wrong.proved("equality")
     assert wrong.why
@@ -128,7 +130,7 @@ def test_an_unsupported_kernel_is_not_proved() -> None:
 
 @needs_verifier
 def test_assumptions_are_recorded() -> None:
-    proof = formal.prove(artifact("skinny_k", "sm_90a", 1), ctas=1)
+    proof = prover.prove(artifact("skinny_k", "sm_90a", 1), ctas=1)
     rows = formal.assumption_rows(proof)
     for row in rows:
         records.ROW.validate_python(row)
@@ -143,18 +145,18 @@ def test_assumptions_are_recorded() -> None:
 @pytest.mark.parametrize("ctas", [3, 7 * 37, -7])
 def test_bad_ctas(ctas: int) -> None:
     with pytest.raises(ValueError, match="ctas: expected a multiple of 7"):
-        formal.prove(artifact("skinny_n", "sm_90a", 1), ctas=ctas)
+        prover.prove(artifact("skinny_n", "sm_90a", 1), ctas=ctas)
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(formal.VerifierMissing, match=r"kda_lib\[verify\]"):
-        formal.prove(artifact("skinny_k", "sm_90a", 1))
-    with pytest.raises(formal.VerifierMissing):
+    with pytest.raises(prover.VerifierMissing, match=r"kda_lib\[verify\]"):
+        prover.prove(artifact("skinny_k", "sm_90a", 1))
+    with pytest.raises(prover.VerifierMissing):
         formal.run(Path())
 
 
-def made(variant: str, outcome: str) -> formal.Row:
+def made(variant: str, outcome: str) -> Row:
     return {"variant": variant, "outcome": outcome}
 
 
@@ -170,6 +172,6 @@ def test_claims() -> None:
 def test_tasks_name_every_kernel_target_and_m() -> None:
     tasks = formal.tasks()
     plain = {(t.kernel, t.target, t.m) for t in tasks if not t.fault and not t.equality}
-    assert len(plain) == 2 * len(formal.TARGETS) * 16
+    assert len(plain) == 2 * len(prover.TARGETS) * 16
     assert {t.fault.name for t in tasks if t.fault} == {fault.name for fault in MUTATIONS if fault.verifiable}
     assert any(t.clusters is None for t in tasks)

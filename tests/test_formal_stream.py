@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 
 from kda_lib.lab import formal_stream, records
-from kda_lib.lab.formal import NOT_PROVED, PROVED, TARGETS
 from kda_lib.lab.formal_stream import StreamTask, counters_left_out, rows_of, waits
+from kda_lib.lab.prover import NOT_PROVED, PROVED, TARGETS
 
 needs_verifier = pytest.mark.skipif(
     importlib.util.find_spec("sentryward") is None, reason='needs the extra: pip install "kda_lib[verify]"'

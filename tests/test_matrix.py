@@ -21,7 +21,8 @@ from kda_lib.errors import CompileError, CompilerCrashed, UnknownTarget
 from kda_lib.kernels.fma import FmaForm, supports
 from kda_lib.kernels.stream_config import stream_config
 from kda_lib.lab import matrix, provenance, records, sass
-from kda_lib.lab.matrix import Row, compile_matrix, matrix_claims, run_matrix
+from kda_lib.lab.matrix import compile_matrix, matrix_claims, run_matrix
+from kda_lib.lab.scripted import Row
 from kda_lib.shapes import KdaShapes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,7 +193,7 @@ def test_plan_is_the_whole_matrix() -> None:
 def test_bad_arguments(
     argument: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix, "_pool", lambda workers: pytest.fail("processes were started"))
+    monkeypatch.setattr(matrix, "worker_pool", lambda workers: pytest.fail("processes were started"))
     with pytest.raises(error, match=message):
         compile_matrix(**argument)
 
@@ -331,7 +332,7 @@ def test_result_file(rows: list[Row], tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(matrix, "compile_matrix", found)
     monkeypatch.setattr(provenance, "current_device", lambda: None)
     path = repo / "reports" / "cpu" / "results" / "compile_matrix.json"
-    result = run_matrix(path, **selection)
+    result = run_matrix(repo, **selection)
     assert records.read_result(path) == result
     assert (result.status, result.mode, result.profile, result.gpu) == ("ok", "compile-only", "cpu", None)
     assert records.stale_inputs(result, repo) == []
@@ -345,7 +346,7 @@ def test_result_says_when_a_claim_fails(
 ) -> None:
     repo = make_repo(tmp_path / "repo", monkeypatch)
     monkeypatch.setattr(matrix, "compile_matrix", lambda **selection: [rows[-1] | {"spills": 8}])
-    assert run_matrix(repo / "compile_matrix.json").status == "failed"
+    assert run_matrix(repo).status == "failed"
 
 
 def test_unwritable_result(rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,5 +354,5 @@ def test_unwritable_result(rows: list[Row], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(matrix, "compile_matrix", lambda **selection: rows)
     (repo / "reports").write_text("a file")
     with pytest.raises(records.ResultWriteError, match="cannot write"):
-        run_matrix(repo / "reports" / "compile_matrix.json")
+        run_matrix(repo)
     assert (repo / "reports").read_text() == "a file"

@@ -137,6 +137,12 @@ def test_notes_on_tuning_say_what_they_are() -> None:
             assert len(version[way]) == len(notes["tokens"])
         pairs = [pair for pair in zip(version["us"], version["us_pdl"], strict=True) if None not in pair]
         assert all(20 < pdl < plain < 35 for plain, pdl in pairs), "a launch that PDL hides is not slower"
+    counted = {(row["case"], row["M"]): row for row in notes["ncu"]["rows"]}
+    assert {names[-1], names[-2]} <= {case for case, _ in counted}, "before and after the last change"
+    weights = KdaShapes(8).weight_bytes / 1e6
+    for row in counted.values():
+        assert weights - 0.1 < row["dram_mb"] < 1.02 * weights, "the weights are read from memory once"
+        assert row["l2_to_sm_mb"] > weights - 0.1
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import nbformat
 import pytest
 from conftest import NotebookMaker, entry, reproduce, running
 from filelock import FileLock
@@ -84,6 +85,27 @@ def test_success_takes_its_place_and_replaces_the_last(
     assert re.search(r"01_good .*0:00:0\d.* cell \d of 5\r", screen.getvalue())
     assert read_result(workspace / "reports/cpu/results/01_good.json").run_id != first.run_id
     assert entry(workspace, "01_good").state == "fresh"
+
+
+def test_parameters_reach_the_notebooks_that_declare_them(workspace: Path, make_notebook: NotebookMaker) -> None:
+    idle = make_notebook("01_idle")
+    notebook = nbformat.read(idle, as_version=4)
+    notebook.cells[1].source += "\nidle_s: float = 15\nwaits = [1]  # seconds"
+    notebook.cells[2].source = notebook.cells[2].source.replace("profile=", "idle_s=idle_s, waits=waits, profile=")
+    nbformat.write(notebook, idle)
+    make_notebook("02_plain", "assert 'idle_s' not in globals()")
+    (workspace / "notebooks" / "03_broken.ipynb").write_text("{")
+    notebooks = sorted((workspace / "notebooks").glob("*.ipynb"))
+    assert [runner.declared_parameters(path) for path in notebooks] == [{"idle_s", "waits"}, set(), set()]
+
+    given = {"idle_s": 600, "waits": [1, 2.5], "profile": "h100", "results_dir": "elsewhere", "other": 1}
+    with Progress(Console(file=io.StringIO())) as progress:
+        outcomes = runner.run_notebooks(notebooks, workspace, "cpu", progress, parameters=given)
+    (failed,) = (outcome for outcome in outcomes if outcome.failure)
+    assert failed.notebook == "03_broken"
+    recorded = [read_result(workspace / f"reports/cpu/results/{path.stem}.json").parameters for path in notebooks[:2]]
+    plain = {"profile": "cpu", "seed": 0}
+    assert recorded == [plain | {"idle_s": 600, "waits": [1, 2.5]}, plain]
 
 
 def test_failures_are_told_apart_and_the_others_run(workspace: Path, make_notebook: NotebookMaker) -> None:

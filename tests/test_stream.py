@@ -177,8 +177,23 @@ def spoil(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
-def test_sanitized_judges_what_the_stream_kernel_left(spoil: int) -> None:
-    assert (sanitized._stream(HOPPER, 132, np.random.default_rng(0)) > 0) is bool(spoil)
+@pytest.mark.parametrize("kernels", sanitized.STREAMS)
+def test_sanitized_judges_what_the_stream_kernel_left(spoil: int, kernels: str) -> None:
+    tp, sms = sanitized.STREAMS[kernels]
+    assert (sanitized._stream(HOPPER, tp, sms or 132, np.random.default_rng(0)) > 0) is bool(spoil)
+
+
+def test_the_small_launch_for_sanitizers_fills_the_ring_as_often_as_tp8_on_an_h200() -> None:
+    """It is no toy: as many blocks for a cluster, f_a and F_B in CTAs of their own."""
+
+    def blocks(config: StreamConfig) -> int:
+        return (config.qkvg_blocks + config.fa_beta_blocks) // config.clusters
+
+    tp, sms = sanitized.STREAMS["stream_small"]
+    small = stream_config(HOPPER, KdaShapes(tp), sms or 0, pdl=True)
+    whole = stream_config(HOPPER, KdaShapes(8), 132, pdl=True)
+    assert blocks(small) >= blocks(whole) > small.stages
+    assert 0 < small.first_gate < small.ctas
 
 
 @pytest.mark.parametrize("spoil", [0], indirect=True)

@@ -39,7 +39,7 @@ from kda_lib.kernels.fragments import STEP_BYTES, Vector, add, add_warps, load_b
 from kda_lib.kernels.lab_config import BARRIER_BYTES, VECTOR_BYTES
 from kda_lib.kernels.ptx import cluster_address, expect_bytes, load_weights, wait_bytes
 from kda_lib.kernels.ring import (
-    arrive_if,
+    arrive,
     copy_bulk,
     evict_first,
     init_barrier,
@@ -163,36 +163,34 @@ class Stream:
         if cutlass.const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
+        # Before the CTA meets: only what the first copies and the loads of x need. Memory should not wait.
         if warp == PRODUCER:
-            # Only what the first copies need: memory should not wait.
             if t.lane == 0:
                 init_barriers(t.full, c.stages, 1)
                 publish_barriers()
                 self.fill(t, packed)
-            begin()
+        elif warp == ADDER:
+            if t.lane == 0:
+                init_barriers(t.full + c.stages * BARRIER_BYTES, c.stages, CONSUMERS * WARP)
+                init_barriers(t.ready, SUMS, CONSUMERS * WARP)
+                init_barriers(t.ready + SUMS * BARRIER_BYTES, SUMS, WARP)
+                init_barriers(t.arrived, LETTERS, 1)
+                publish_barriers()
+        elif warp < CONSUMERS:
+            if cutlass.const_expr(c.pdl):
+                cute.arch.griddepcontrol_wait()
+        inputs = self.load_x(t, x)
+        meet()
+
+        if warp == PRODUCER:
             if t.lane == 0:
                 self.refill(t, packed)
         elif warp == ADDER:
-            if t.lane == 0:
-                init_barriers(t.full + c.stages * BARRIER_BYTES, c.stages, CONSUMERS)
-                init_barriers(t.ready, SUMS, CONSUMERS)
-                init_barriers(t.ready + SUMS * BARRIER_BYTES, SUMS, 1)
-                init_barriers(t.arrived, LETTERS, 1)
-                publish_barriers()
-            begin()
-            cute.arch.cluster_wait()
             self.add_up(t, qkvg, beta, beta_stride, workspace)
         elif warp == GATE:
-            begin()
             self.gate(t, cta - c.first_gate, f_b, workspace, g1)
         else:
-            if cutlass.const_expr(c.pdl):
-                cute.arch.griddepcontrol_wait()
-            inputs = self.load_x(t, x)
-            begin()
             self.consume(t, inputs)
-        if warp != ADDER:
-            cute.arch.cluster_wait()
 
     def locate(self, warp: Int32, lane: Int32, cta: Int32, tokens: Int32) -> Thread:
         c = self.config
@@ -252,14 +250,17 @@ class Stream:
             copy_bulk(target, source + r * ROW_BYTES, PIECE_BYTES, barrier, policy)
 
     def load_x(self, t: Thread, x: cute.Pointer) -> list[list[Vector]]:
-        """This warp's part of x as ``mma`` operands ``[step][0 or 1]``; zeros for tokens that are not there."""
+        """A consumer's part of x as ``mma`` operands ``[step][0 or 1]``; zeros for tokens that are not there.
+
+        Every warp calls it and only consumers load: without a branch all warps can meet at one place.
+        """
         token = t.lane // 4
+        tokens = t.tokens * Int32(t.warp < CONSUMERS)
         start = x.toint() + Int64(token) * ROW_BYTES + Int64(t.rank * PIECE_BYTES + slice_start(t.warp, t.lane))
         inputs = []
         for step in range(STEPS):
             low, high = (
-                load_input_if(token + half < t.tokens, start + (half * ROW_BYTES + step * STEP_BYTES))
-                for half in HALVES
+                load_input_if(token + half < tokens, start + (half * ROW_BYTES + step * STEP_BYTES)) for half in HALVES
             )
             inputs.append(operands(low, high))
         return inputs
@@ -275,17 +276,18 @@ class Stream:
             part = j * c.parts
             for p in cutlass.range_constexpr(c.parts):
                 wait_parity(t.full + (part + p) % c.stages * BARRIER_BYTES, (part + p) // c.stages % 2)
-            weights = load_block(mine + (part + row // c.rows) % c.stages * c.stage_bytes)
+            # Each lane has waited for itself, and mma wants them together.
             cute.arch.sync_warp()
-            arrive_if(t.lane < c.parts, t.full + (c.stages + (part + t.lane) % c.stages) * BARRIER_BYTES)
+            weights = load_block(mine + (part + row // c.rows) % c.stages * c.stage_bytes)
+            for p in cutlass.range_constexpr(c.parts):
+                arrive(t.full + (c.stages + (part + p) % c.stages) * BARRIER_BYTES)
             sums = multiply(inputs, weights)
             slot = j % SUMS
             barrier = t.ready + slot * BARRIER_BYTES
             if j >= SUMS:
                 wait_parity(barrier + SUMS * BARRIER_BYTES, (j // SUMS - 1) % 2)
             store_shared_sums(target + slot * (CONSUMERS * SUM_BYTES), sums)
-            cute.arch.sync_warp()
-            arrive_if(t.lane == 0, barrier)
+            arrive(barrier)
 
     @cute.jit
     def add_up(self, t: Thread, qkvg: cute.Pointer, beta: cute.Pointer, beta_stride: Int64, workspace: cute.Pointer):
@@ -297,8 +299,7 @@ class Stream:
             barrier = t.ready + slot * BARRIER_BYTES
             wait_parity(barrier, j // SUMS % 2)
             mine = add_warps(t.ring + c.sums_start + slot * (CONSUMERS * SUM_BYTES) + t.lane * VECTOR_BYTES)
-            cute.arch.sync_warp()
-            arrive_if(t.lane == 0, barrier + SUMS * BARRIER_BYTES)
+            arrive(barrier + SUMS * BARRIER_BYTES)
             # Two letters are enough: a CTA sends its next one only after it has read the other's.
             turn = j // SPLIT
             letter = t.ring + c.letters_start + turn % LETTERS * SUM_BYTES + t.lane * VECTOR_BYTES
@@ -355,12 +356,13 @@ class Stream:
                 leave(workspace.toint(), self.gates - 1)
 
 
-def begin() -> None:
-    """The barriers of this CTA exist, and the other CTA of the cluster will know. Relaxed: publishing them has released
-    them, and a release here would wait for all loads and copies on their way.
+def meet() -> None:
+    """From here on the barriers of both CTAs of the cluster exist. Relaxed: publishing them has released them, and a
+    release here would wait for all loads and copies on their way.
     """
     cute.arch.sync_threads()
     cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
 
 
 def init_barriers(start: Int32, count: int, arrivals: int) -> None:

@@ -8,12 +8,13 @@ import json
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import yaml
 from rich.console import Console
 from typer.core import TyperGroup
 
@@ -26,7 +27,7 @@ from kda_lib.lab.device import (
 )
 from kda_lib.lab.profile import Profile, UnknownProfile, load_profile, profile_names
 from kda_lib.lab.provenance import repo_root
-from kda_lib.lab.records import Result, ResultReadError, read_result, stale_inputs
+from kda_lib.lab.records import Claim, Result, ResultReadError, read_result, stale_inputs
 
 FAILED, USAGE, WRONG_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
@@ -99,6 +100,10 @@ def reproduce(
         typer.Option(help="Run this notebook alone (01 or its name); repeatable."),
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one notebook may take.")] = nbtools.TIME_LIMIT_S,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option("--parameter", "-p", help="NAME=VALUE (YAML) for the notebooks that declare NAME; repeatable."),
+    ] = None,
     matrix: Annotated[
         bool, typer.Option("--matrix", help="Compile the matrix first, unless this checkout made it and it is fresh.")
     ] = False,
@@ -107,13 +112,13 @@ def reproduce(
     from kda_lib.lab import runner
     from kda_lib.lab.progress import Progress, print_summary
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    _end_when_told()
     root = repo_root()
     profile = _profile(gpu)
     device = current_device()
     mode = resolve_mode(profile, device)
     notebooks = nbtools.select(root, only or ())
+    parameters = _parameters(parameter or (), notebooks)
     where = f"on {device.name}" if device and mode == "full" else f"for {profile.target}; nothing runs on a GPU"
     console.print(f"{profile.name}: {mode}, {where}", highlight=False)
     used = device if mode == "full" else None
@@ -121,13 +126,41 @@ def reproduce(
         _refresh_matrix(root)
     try:
         with runner.exclusive(root, profile.name), Progress(console) as progress:
-            outcomes = runner.run_notebooks(notebooks, root, profile.name, progress, device=used, limit_s=limit)
+            outcomes = runner.run_notebooks(
+                notebooks, root, profile.name, progress, device=used, limit_s=limit, parameters=parameters
+            )
     except runner.AlreadyRunning as error:
         _fail(str(error), FAILED)
     print_summary(outcomes, console)
     console.print("index: reports/index.html", highlight=False)
     if any(outcome.failure for outcome in outcomes):
         raise typer.Exit(FAILED)
+
+
+def _parameters(settings: Sequence[str], notebooks: Sequence[Path]) -> dict[str, Any]:
+    """The values that NAME=VALUE settings give to parameters of the notebooks."""
+    from kda_lib.lab.runner import OWN_PARAMETERS, declared_parameters
+
+    declared = {path.stem: declared_parameters(path) for path in notebooks}
+    values = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            _refuse_parameter(f"expected NAME=VALUE; got {setting!r}")
+        if name in OWN_PARAMETERS:
+            _refuse_parameter(f"this command sets {name!r} itself; choose the profile with --gpu")
+        if not any(name in names for names in declared.values()):
+            listed = "; ".join(f"{stem}: {', '.join(sorted(names)) or 'none'}" for stem, names in declared.items())
+            _refuse_parameter(f"no selected notebook has {name!r}, expected one of theirs ({listed})")
+        try:
+            values[name] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            _refuse_parameter(f"expected a YAML value for {name!r}; got {text!r}")
+    return values
+
+
+def _refuse_parameter(problem: str) -> NoReturn:
+    raise typer.BadParameter(problem, param_hint="--parameter")
 
 
 def _matrix_paths(root: Path) -> tuple[Path, Path]:
@@ -145,31 +178,25 @@ def _matrix_made_here(root: Path) -> bool:
     return note.read_text(encoding="utf-8") == result.run_id and not stale_inputs(result, root)
 
 
-def _refresh_matrix(root: Path) -> None:
+def _refresh_matrix(root: Path) -> Result:
     from kda_lib.cache import ArtifactCache
     from kda_lib.lab import matrix
 
-    output, note = _matrix_paths(root)
-    result = matrix.run_matrix(output, cache=ArtifactCache.default())
+    _, note = _matrix_paths(root)
+    result = matrix.run_matrix(root, cache=ArtifactCache.default())
     note.parent.mkdir(parents=True, exist_ok=True)
     nbtools.replace_text(note, result.run_id)
     outcomes = Counter(row["outcome"] for row in result.rows)
     spent = (result.ended - result.started).total_seconds()
     words = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     console.print(f"compile matrix: {len(result.rows)} kernels in {spent:.0f} s: {words}", highlight=False)
+    return result
 
 
 @app.command()
 def compile_matrix() -> None:
     """Compile every kernel for every target and M, and record the outcomes; exit 1 if a claim fails."""
-    root = repo_root()
-    _refresh_matrix(root)
-    result = read_result(_matrix_paths(root)[0])
-    for claim in result.claims:
-        verdict = "holds" if claim.holds else "FAILS"
-        print(f"{verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip())
-    if result.status != "ok":
-        raise typer.Exit(FAILED)
+    _print_claims(_refresh_matrix(repo_root()).claims)
 
 
 @app.command()
@@ -177,8 +204,7 @@ def dsl_matrix() -> None:
     """Compile the repro under several DSL releases, each in a throw-away environment, and record what each said."""
     from kda_lib.lab.dsl_matrix import run_dsl_matrix
 
-    output = repo_root() / "reports" / "cpu" / "results" / "dsl_matrix.json"
-    for row in run_dsl_matrix(output).rows:
+    for row in run_dsl_matrix(repo_root()).rows:
         print(f"{row['dsl']:8}{row['target']:9}{row['fma']:16}{row['outcome']}")
 
 
@@ -234,16 +260,16 @@ def public_audit() -> None:
         result = run_public_audit(repo_root())
     except AssemblerMissing as error:
         _fail(str(error), FAILED)
-    _print_claims(result)
+    _print_claims(result.claims)
 
 
 @app.command()
 def device_tests(
     gpu: Gpu = None,
-    only: Annotated[str, typer.Option(help="As pytest's -k: run these tests alone.")] = "",
+    only: Annotated[str, typer.Option(help="As pytest's -k: run these tests alone, and record nothing.")] = "",
 ) -> None:
     """Run the tests that need a GPU and compute-sanitizer, and record them; exit 1 if any failed or found something."""
-    from kda_lib.lab.device_tests import run_device_tests
+    from kda_lib.lab import device_tests
 
     device = current_device()
     profile = _profile(gpu)
@@ -251,22 +277,31 @@ def device_tests(
         found = device.name if device else "none"
         message = f"profile {profile.name!r}: the GPU tests need a device that fits it, got {found}; run them on a GPU"
         _fail(message, WRONG_DEVICE)
-    result = run_device_tests(repo_root(), profile, device, only)
-    for row in result.rows:
+    _end_when_told()
+    if only:
+        rows = list(device_tests.run_tests(repo_root(), only))
+        claims = device_tests.claims_of_tests(rows)
+    else:
+        result = device_tests.run_device_tests(repo_root(), profile, device)
+        rows, claims = result.rows, result.claims
+    for row in rows:
         if row["outcome"] != "passed":
             print(f"{row['outcome']:8} {row['variant']}: {row['detail']}")
-    for claim in result.claims:
-        print(f"{'holds' if claim.holds else 'FAILS'} {claim.id}: {claim.statement}: {claim.value} {claim.unit}")
-    if result.status != "ok":
-        raise typer.Exit(FAILED)
+    _print_claims(claims)
 
 
-def _print_claims(result: Result) -> None:
-    """Every claim of a result; exit 1 if a required one fails."""
-    for claim in result.claims:
+def _end_when_told() -> None:
+    """End in order when asked to: what was started ends too."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def _print_claims(claims: Sequence[Claim]) -> None:
+    """One line each; exit 1 if a required one fails."""
+    for claim in claims:
         verdict = "holds" if claim.holds else "FAILS" if claim.required else "fails (not required)"
         print(f"{verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip())
-    if result.status != "ok":
+    if any(claim.required and not claim.holds for claim in claims):
         raise typer.Exit(FAILED)
 
 
@@ -276,7 +311,7 @@ def emulate() -> None:
     from kda_lib.cache import ArtifactCache
     from kda_lib.lab import emulation
 
-    _print_claims(emulation.run(repo_root(), cache=ArtifactCache.default()))
+    _print_claims(emulation.run(repo_root(), cache=ArtifactCache.default()).claims)
 
 
 @app.command()
@@ -284,12 +319,13 @@ def formal() -> None:
     """Prove synchronisation and race freedom with sentryward, and record it; exit 1 if a claim fails."""
     from kda_lib.cache import ArtifactCache
     from kda_lib.lab import formal
+    from kda_lib.lab.prover import VerifierMissing
 
     try:
         result = formal.run(repo_root(), cache=ArtifactCache.default())
-    except formal.VerifierMissing as error:
+    except VerifierMissing as error:
         _fail(str(error), FAILED)
-    _print_claims(result)
+    _print_claims(result.claims)
 
 
 @app.command()
@@ -302,7 +338,7 @@ def golden(gpu: Gpu = None) -> None:
     if device is None or resolve_mode(profile, device) != "full":
         found = device.name if device else "none"
         _fail(f"profile {profile.name!r}: golden outputs need a device that fits it, got {found}", WRONG_DEVICE)
-    _print_claims(golden.record(repo_root(), profile, device))
+    _print_claims(golden.record(repo_root(), profile, device).claims)
 
 
 @app.command()

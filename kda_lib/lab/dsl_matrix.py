@@ -14,22 +14,20 @@ import subprocess
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from rich.progress import track
 
 import kda_lib
 from kda_lib.arch import TARGETS, Arch
 from kda_lib.kernels.fma import FmaForm
-from kda_lib.lab import provenance
 from kda_lib.lab.profile import CPU
-from kda_lib.lab.records import Claim, Git, Result, write_result
+from kda_lib.lab.records import Claim, Result
+from kda_lib.lab.scripted import Outcome, write_script_result
 
 NAME = "dsl_matrix"
 
@@ -75,12 +73,13 @@ class Environment:
 
 
 def run_dsl_matrix(
-    output: Path,
+    root: Path,
     versions: Sequence[str] = VERSIONS,
     targets: Sequence[str] = MATRIX_TARGETS,
     progress: bool = True,
 ) -> Result:
-    """Compile the repro under each release, for each target, in each form; write and return the result.
+    """Compile the repro under each release, for each target, in each form; write
+    ``reports/cpu/results/dsl_matrix.json``.
 
     Raises:
         ValueError: a name in `targets` is no target; nothing was installed.
@@ -89,36 +88,29 @@ def run_dsl_matrix(
     """
     for target in targets:
         Arch.parse(target)
-    started = datetime.now(UTC)
     with tempfile.TemporaryDirectory(prefix="kda_lib-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        root = Path(folder)
+        scratch = Path(folder)
 
         def show(items: Iterable[Any], what: str, total: int) -> list[Any]:
             return list(track(items, what, total, disable=not progress))
 
-        made = pool.map(lambda version: Environment.create(version, root / version), versions)
+        made = pool.map(lambda version: Environment.create(version, scratch / version), versions)
         environments = show(made, "installing", len(versions))
-        jobs = list(itertools.product(environments, targets, FmaForm, [root]))
-        rows = show(pool.map(compile_one, *zip(*jobs, strict=True)), "compiling", len(jobs))
-    result = Result(
-        notebook=NAME,
-        run_id=f"{started:%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}",
-        started=started,
-        ended=datetime.now(UTC),
-        status="ok",
-        mode="compile-only",
-        inputs_sha256=provenance.inputs_sha256(Path(f"{NAME}.ipynb"), CPU),
-        git=Git(**provenance.git_state()),
-        parameters={"profile": CPU, "versions": list(versions), "targets": list(targets)},
-        environment={"python": platform.python_version(), **{e.version: " ".join(e.packages) for e in environments}},
-        gpu=None,
-        seeds={},
-        timing_method="time.perf_counter around cute.compile, one compile a process, as many processes as cores",
-        claims=claims(rows),
-        rows=rows,
-    )
-    write_result(result, output)
-    return result
+
+        def make() -> Iterator[Outcome]:
+            jobs = list(itertools.product(environments, targets, FmaForm, [scratch]))
+            rows = show(pool.map(compile_one, *zip(*jobs, strict=True)), "compiling", len(jobs))
+            yield rows, claims(rows)
+
+        return write_script_result(
+            NAME,
+            make(),
+            profile=CPU,
+            root=root,
+            parameters={"versions": list(versions), "targets": list(targets)},
+            environment={"python": platform.python_version()} | {e.version: " ".join(e.packages) for e in environments},
+            timing_method="time.perf_counter around cute.compile, one compile a process, as many processes as cores",
+        )
 
 
 def compile_one(environment: Environment, target: str, form: FmaForm, scratch: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,12 +19,12 @@ from kda_lib.cache import ArtifactCache
 from kda_lib.compile import Artifact, compile_kernel
 from kda_lib.lab import fma_edges, golden, records
 from kda_lib.lab.golden import KERNELS, M_VALUES, SEED, SHAPES, VALUES, Case
-from kda_lib.lab.matrix import _pool
 from kda_lib.lab.profile import CPU
 from kda_lib.lab.ptx import RunReport
 from kda_lib.lab.ptx.emulate import launch
 from kda_lib.lab.ptx.mutations import MUTATIONS, Mutation
 from kda_lib.lab.scripted import Outcome, Row, write_script_result, zero_claim
+from kda_lib.lab.workers import worker_pool
 from kda_lib.reference import Bits
 
 NAME = "emulation"
@@ -123,7 +123,7 @@ def emulate_all(
     """
     units = list(dict.fromkeys((case.kernel, case.m) for case in golden.cases(kernels, m_values)))
     work = partial(_emulate_pair, targets=targets, values=values, cache=cache)
-    with _pool(processes) as pool:
+    with worker_pool(processes) as pool:
         return [row for rows in pool.map(work, units) for row in rows]
 
 
@@ -175,11 +175,13 @@ def run(root: Path, *, cache: ArtifactCache | None = None) -> records.Result:
         records.ResultWriteError: the file system refused.
     """
 
-    def make() -> Outcome:
+    def make() -> Iterator[Outcome]:
         launches = emulate_all(cache=cache)
         planted = [plant(fault, target, cache=cache) for fault in MUTATIONS for target in fault.targets]
         edge_rows, edge_claims = fma_edges.prove()
         claims = [*claims_of(launches, golden.recorded(root)), fault_claim(planted), *edge_claims]
-        return [*launches, *planted, *edge_rows], claims
+        yield [*launches, *planted, *edge_rows], claims
 
-    return write_script_result(NAME, make, profile=CPU, root=root, parameters={"tp": SHAPES.tp}, seeds={"inputs": SEED})
+    return write_script_result(
+        NAME, make(), profile=CPU, root=root, parameters={"tp": SHAPES.tp}, seeds={"inputs": SEED}
+    )

@@ -1,6 +1,6 @@
 """Formal checks of the stream kernel: its first cluster, with the counters between clusters left out.
 
-The prover (see :mod:`kda_lib.lab.formal`) has no semantics for atomic additions to global memory. So what is proved is
+The prover (see :mod:`kda_lib.lab.prover`) has no semantics for atomic additions to global memory. So what is proved is
 the compiler's PTX without the three places that touch the counters: :func:`counters_left_out`. What is left is all that
 happens inside a cluster: bulk copies into the ring, its barriers over all phases, the sums, and the messages between
 the two CTAs. The first cluster has F_A/beta blocks and QKVG blocks, and does no F_B. That f_a is read only after it was
@@ -18,9 +18,9 @@ from kda_lib.cache import ArtifactCache
 from kda_lib.compile import Artifact, compile_kernel
 from kda_lib.kernels.stream_config import SPLIT, StreamConfig, stream_config
 from kda_lib.lab import records
-from kda_lib.lab.formal import NOT_PROVED, PROVED, TARGETS, prove
 from kda_lib.lab.golden import SHAPES
 from kda_lib.lab.profile import load_profile
+from kda_lib.lab.prover import NOT_PROVED, PROVED, SAFETY, TARGETS, prove
 from kda_lib.lab.scripted import Row, zero_claim
 
 #: M is an argument of the kernel: both sides of its only boundary, and the ends.
@@ -29,7 +29,6 @@ TOKENS = (1, 8, 9, 16)
 SMS_OF = "h200"
 #: The kernel's parameters that are numbers, by position: beta's row stride in elements, M.
 BETA_STRIDE, M = 7, 8
-CHECKS = ("synchronisation", "race freedom")
 LEFT_OUT = ", counters left out"
 
 _COUNTERS = (
@@ -89,7 +88,7 @@ def rows_of(task: StreamTask, *, cache: ArtifactCache | None = None) -> list[Row
     """Run one task; a row for each check, or one for a fault.
 
     Raises:
-        formal.VerifierMissing: sentryward is not installed.
+        prover.VerifierMissing: sentryward is not installed.
     """
     artifact = _artifact(task.target, cache)
     ptx = counters_left_out(artifact.ptx)
@@ -98,15 +97,10 @@ def rows_of(task: StreamTask, *, cache: ArtifactCache | None = None) -> list[Row
     proof = prove(artifact, ctas=SPLIT, ptx=ptx, scalars={BETA_STRIDE: SHAPES.heads, M: task.m})
     base: Row = {"kernel": "stream", "target": task.target, "M": task.m, "tp": SHAPES.tp, "ctas": SPLIT,
                  "grid": artifact.launch.grid}  # fmt: skip
-    said = f"{proof.result}: {proof.why}" if proof.why else proof.result
     if task.without is not None:
-        outcome = PROVED if all(map(proof.proved, CHECKS)) else NOT_PROVED
-        return [base | {"variant": f"stream fault: wait {task.without} removed", "outcome": outcome, "detail": said}]
-    return [
-        base | {"variant": check + LEFT_OUT, "outcome": PROVED if proof.proved(check) else NOT_PROVED,
-                "detail": "" if proof.proved(check) else said}
-        for check in CHECKS
-    ]  # fmt: skip
+        found = {"variant": f"stream fault: wait {task.without} removed", "detail": proof.said}
+        return [base | found | {"outcome": PROVED if proof.safe else NOT_PROVED}]
+    return [base | proof.row_of(check) | {"variant": check + LEFT_OUT} for check in SAFETY]
 
 
 def claims_of(rows: list[Row]) -> list[records.Claim]:

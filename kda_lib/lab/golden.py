@@ -241,11 +241,11 @@ def record(root: Path, profile: Profile, device: DeviceInfo) -> records.Result:
         records.ResultWriteError: the file system refused.
     """
 
-    def make() -> Outcome:
+    def make() -> Iterator[Outcome]:
         rows = list(launch_all(cases()))
-        return rows, claims_of(rows)
+        yield rows, claims_of(rows)
 
-    return write_script_result(NAME, make, profile=profile.name, root=root, device=device, seeds={"inputs": SEED})
+    return write_script_result(NAME, make(), profile=profile.name, root=root, device=device, seeds={"inputs": SEED})
 
 
 def claims_of(rows: Sequence[Row]) -> list[records.Claim]:

@@ -7,24 +7,18 @@ The stream kernel has neither: one of it serves every M, on tensor cores, so its
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from kda_lib.arch import TARGETS, Arch
 from kda_lib.cache import ArtifactCache
@@ -35,9 +29,10 @@ from kda_lib.kernels.fma import FmaForm, portable_form, supports
 from kda_lib.kernels.stream_config import StreamConfig, stream_config
 from kda_lib.lab import provenance, records, sass
 from kda_lib.lab.profile import CPU
+from kda_lib.lab.scripted import Outcome, Row, write_script_result
+from kda_lib.lab.workers import worker_pool
 from kda_lib.shapes import MAX_TOKENS, KdaShapes
 
-Row = dict[str, Any]
 Compiler = Callable[..., Artifact]
 
 NAME = "compile_matrix"
@@ -124,7 +119,7 @@ def compile_matrix(
     with _reporter(sum(map(len, units)), progress) as report:
         while waiting:
             suspects: list[Unit] = []
-            with _pool(workers) as pool:
+            with worker_pool(workers) as pool:
                 for unit, result in _drain(pool, waiting, workers, cache):
                     if result is None:
                         suspects.append(unit)
@@ -137,34 +132,18 @@ def compile_matrix(
     return [row for unit in units for row in rows[unit]]
 
 
-def run_matrix(output: Path, **selection: Any) -> records.Result:
-    """Run :func:`compile_matrix`, whose arguments `selection` gives, and write its result file.
+def run_matrix(root: Path, **selection: Any) -> records.Result:
+    """Run :func:`compile_matrix`, whose arguments `selection` gives; write ``reports/cpu/results/compile_matrix.json``.
 
     Raises:
         As :func:`compile_matrix`, and records.ResultWriteError: the file system refused; nothing is half-written.
     """
-    started = datetime.now(UTC)
-    inputs = provenance.inputs_sha256(Path(f"{NAME}.ipynb"), CPU)
-    rows = compile_matrix(**selection)
-    claims = matrix_claims(rows)
-    result = records.Result(
-        notebook=NAME,
-        run_id=f"{started:%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}",
-        started=started,
-        ended=datetime.now(UTC),
-        status="ok" if all(claim.holds for claim in claims) else "failed",
-        mode="compile-only",
-        inputs_sha256=inputs,
-        git=records.Git(**provenance.git_state()),
-        parameters={"profile": CPU, "tp": SHAPES.tp},
-        environment=provenance.environment(),
-        gpu=None,
-        seeds={},
-        claims=claims,
-        rows=rows,
-    )
-    records.write_result(result, output)
-    return result
+
+    def make() -> Iterator[Outcome]:
+        rows = compile_matrix(**selection)
+        yield rows, matrix_claims(rows)
+
+    return write_script_result(NAME, make(), profile=CPU, root=root, parameters={"tp": SHAPES.tp})
 
 
 def matrix_claims(rows: Sequence[Row]) -> list[records.Claim]:
@@ -297,38 +276,6 @@ def _refusal(error: CompileError) -> Row:
         }
     first_line = (str(error).splitlines() or [""])[0].replace(f"{provenance.repo_root()}/", "")
     return {"outcome": outcome, "error": type(error).__name__, "detail": first_line}
-
-
-@contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that have ended when the block is left, at once if an exception (Ctrl-C too) leaves it."""
-    others = set(multiprocessing.active_children())
-    # Not fork: the process that calls this may have threads, as every notebook kernel has.
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="kda_lib-") as folder:
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(folder,))
-        completed = False
-        try:
-            yield pool
-            completed = True
-        finally:
-            if not completed:
-                for process in set(multiprocessing.active_children()) - others:
-                    process.terminate()
-            pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(folder: str) -> None:
-    """Settle how this process ends: with its parent, which alone sees to Ctrl-C and to temporary files."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tempfile.tempdir = folder
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
 
 
 @contextmanager

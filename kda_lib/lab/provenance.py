@@ -16,13 +16,18 @@ from typing import Any, NamedTuple, TypedDict
 
 from kda_lib.lab.device import current_device
 
-PRESENTATION = tuple(f"kda_lib/lab/{name}.py" for name in ("__main__", "nbtools", "progress", "report", "runner"))
+
+def _lab(*names: str) -> tuple[str, ...]:
+    return tuple(f"kda_lib/lab/{name}.py" for name in names)
+
+
+PRESENTATION = _lab("__main__", "nbtools", "progress", "report", "runner")
 """Files that present or start results and do not make them; a change to one does not make a result stale."""
 
 ELSEWHERE = (
     "kda_lib/lab/audit/",
     "kda_lib/lab/ptx/",
-    *(f"kda_lib/lab/{name}.py" for name in ("emulation", "fma_edges", "formal", "formal_stream", "golden")),
+    *_lab("emulation", "fma_edges", "formal", "formal_stream", "golden", "prover"),
 )
 """What commands use, whose results name it as their own library; it makes no other result stale, but see `USERS`."""
 
@@ -33,52 +38,56 @@ USERS = {"03_numerical_validation": ("kda_lib/lab/ptx/",), "07_unseen_architectu
 class Script(NamedTuple):
     """What decides a result that a command makes, without a notebook.
 
-    `files` stand in the notebook's place. `library` is what it uses of kda_lib, files and folders. `locked`: it runs in
-    the environment of the lock.
+    `files` stand in the notebook's place; one may be a pattern. `library` is what it uses of kda_lib, files and
+    folders. `locked`: it runs in the environment of the lock.
     """
 
     files: tuple[str, ...]
     library: tuple[str, ...]
     locked: bool = True
 
+    def own_files(self, root: Path) -> list[str]:
+        """`files` with those that fit a pattern in its place; the others whether they are there or not."""
+        return [name for file in self.files for name in (matching(root, file) if "*" in file else [file])]
+
+
+def matching(root: Path, pattern: str) -> list[str]:
+    """Files under `root` that fit a pattern, relative to it, in order."""
+    return sorted(path.relative_to(root).as_posix() for path in root.glob(pattern))
+
+
+GPU_TESTS = "tests/test_*_gpu.py"
+"""The files of tests that need a GPU."""
 
 COMPILED = ("kda_lib/arch.py", "kda_lib/compile.py", "kda_lib/diagnosis.py", "kda_lib/kernels/", "kda_lib/shapes.py")
 
 SCRIPTS = {
-    "compile_matrix": Script(("kda_lib/lab/matrix.py", "kda_lib/lab/sass.py"), COMPILED),
+    "compile_matrix": Script(_lab("matrix", "sass", "scripted", "tools", "workers"), COMPILED),
     "device_tests": Script(
-        (
-            "kda_lib/lab/device_tests.py",
-            "kda_lib/lab/sanitized.py",
-            "tests/gpu_tools.py",
-            "tests/test_kernels_gpu.py",
-            "tests/test_measure_gpu.py",
-            "tests/test_projection_gpu.py",
-            "tests/test_stream_gpu.py",
-        ),
+        (*_lab("device_tests", "sanitized"), "tests/gpu_tools.py", "tests/kernel_threads.py", GPU_TESTS),
         ("kda_lib/",),
     ),
     "dsl_matrix": Script(
-        ("kda_lib/lab/dsl_matrix.py", "kda_lib/lab/dsl_worker.py", "kda_lib/lab/data/repro_fma.py"),
+        _lab("dsl_matrix", "dsl_worker", "scripted", "data/repro_fma"),
         ("kda_lib/arch.py", "kda_lib/diagnosis.py", "kda_lib/kernels/probe.py", "kda_lib/kernels/ptx.py"),
         locked=False,
     ),
     "emulation": Script(
-        (*(f"kda_lib/lab/{name}.py" for name in ("emulation", "fma_edges", "golden", "scripted")),),
+        _lab("emulation", "fma_edges", "golden", "scripted", "workers"),
         (*COMPILED, "kda_lib/lab/ptx/", "kda_lib/reference.py"),
     ),
     "formal": Script(
-        (*(f"kda_lib/lab/{name}.py" for name in ("formal", "formal_stream", "golden", "ptx/mutations", "scripted")),),
+        _lab("formal", "formal_stream", "golden", "prover", "ptx/mutations", "scripted", "workers"),
         COMPILED,
     ),
     "golden": Script(
-        ("kda_lib/lab/golden.py", "kda_lib/lab/scripted.py"),
+        _lab("golden", "scripted"),
         (*COMPILED, "kda_lib/cache.py", "kda_lib/launch.py", "kda_lib/reference.py", "kda_lib/runtime.py"),
     ),
     "public_ptx_audit": Script(
         (
-            *(f"kda_lib/lab/audit/{name}.py" for name in ("assembler", "check", "probes", "probing", "public")),
-            *(f"kda_lib/lab/audit/{name}.py" for name in ("reader", "sources", "table")),
+            *_lab("audit/assembler", "audit/check", "audit/probes", "audit/probing", "audit/public"),
+            *_lab("audit/reader", "audit/sources", "audit/table", "scripted", "tools"),
             "kda_lib/lab/data/ptx_table.json",
             "kda_lib/lab/data/triton_kernels.py",
         ),
@@ -138,7 +147,7 @@ def inputs_sha256(notebook: Path, profile: str, root: Path | None = None) -> dic
     common = [name for name in sources if name.startswith(library) and not name.startswith(ELSEWHERE)]
     sources = sorted([*common, *(name for name in sources if own and name.startswith(own))])
     return {
-        "notebook": _files_sha256(root, script.files) if script else _notebook_sha256(notebook),
+        "notebook": _files_sha256(root, script.own_files(root)) if script else _notebook_sha256(notebook),
         "kda_lib": _files_sha256(root, (name for name in sources if name not in PRESENTATION)),
         "profile": _files_sha256(root, [f"kda_lib/lab/profiles/{profile}.yaml"]),
         "lock": _lock_sha256(root) if script is None or script.locked else _files_sha256(root, ()),

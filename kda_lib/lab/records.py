@@ -311,7 +311,7 @@ def stale_inputs(result: Result, root: Path) -> list[str]:
     notebook = root / "notebooks" / f"{result.notebook}.ipynb"
     profile = root / "kda_lib" / "lab" / "profiles" / f"{result.profile}.yaml"
     script = provenance.SCRIPTS.get(result.notebook)
-    made_by = [root / name for name in script.files] if script else [notebook]
+    made_by = [root / name for name in script.own_files(root)] if script else [notebook]
     needed = [("profile", profile), *(("notebook", path) for path in made_by)]
     changed = list(dict.fromkeys(kind for kind, path in needed if not path.is_file()))
     if not changed:

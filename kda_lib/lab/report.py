@@ -294,6 +294,7 @@ def _facts(result: Result) -> dict[str, str]:
         else "nothing on this page was run on a GPU",
         "Date": f"{result.ended:%Y-%m-%d %H:%M} UTC",
         "Commit": commit_name(result.git),
+        "Parameters": ", ".join(f"{name} {value}" for name, value in result.parameters.items() if name != "profile"),
         "Claims": f"{sum(claim.holds for claim in result.claims)} of {len(result.claims)} hold",
     }
 

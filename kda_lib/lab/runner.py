@@ -12,11 +12,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import nbformat
@@ -26,8 +26,9 @@ from papermill import execute_notebook
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 from papermill.exceptions import PapermillException, PapermillExecutionError
+from papermill.translators import PythonTranslator
 
-from kda_lib.lab.nbtools import TIME_LIMIT_S, kernel_manager, kill_kernel, replace_text
+from kda_lib.lab.nbtools import TIME_LIMIT_S, kernel_manager, kill_kernel, replace_text, tags
 from kda_lib.lab.progress import Outcome, Progress
 from kda_lib.lab.records import ResultReadError
 from kda_lib.lab.report import (
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 
 GPU_TIMING_TAG = "gpu-timing"
 """Notebook-level tag: on a GPU, no other notebook with this tag runs at the same time on this machine."""
+
+OWN_PARAMETERS = ("profile", "results_dir")
+"""Parameters of every notebook that the runner sets itself."""
 
 _ENGINE = "kda-lab"
 _WORK = ".run-"
@@ -172,6 +176,24 @@ def gpu_lock(device: "DeviceInfo", on_wait: Callable[[], None]) -> Iterator[None
         yield
 
 
+def declared_parameters(path: Path) -> set[str]:
+    """Names that the notebook's cell tagged `parameters` assigns, but for `OWN_PARAMETERS`.
+
+    None if the file is not a valid notebook: the run is what reports that.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        source = nbformat.read(path, as_version=4)
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError):
+        return set()
+    cells = [cell for cell in source.cells if "parameters" in tags(cell)]
+    # Papermill puts the values after the first such cell.
+    names = {parameter.name for cell in cells[:1] for parameter in PythonTranslator.inspect(cell)}
+    return names.difference(OWN_PARAMETERS)
+
+
 def run_notebooks(
     notebooks: Iterable[Path],
     root: Path,
@@ -180,10 +202,12 @@ def run_notebooks(
     *,
     device: "DeviceInfo | None" = None,
     limit_s: float = TIME_LIMIT_S,
+    parameters: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Outcome]:
     """Run notebooks one after the other, whatever becomes of each, and keep the index in step.
 
     To be called from the main thread, within `exclusive`. `device` is the GPU that timing notebooks have to themselves.
+    Each notebook gets those of `parameters` (name to JSON value) that are among its `declared_parameters`.
 
     Raises:
         OSError: reports/ cannot be written (permission, full disk); what was there before is left as it was.
@@ -201,7 +225,8 @@ def run_notebooks(
         shutil.rmtree(leftover)
     outcomes = []
     for path in notebooks:
-        outcomes.append(_run(path, places, progress, device, limit_s))
+        given = {name: value for name, value in parameters.items() if name in declared_parameters(path)}
+        outcomes.append(_run(path, places, progress, device, limit_s, given))
         write_index(root)
     return outcomes
 
@@ -212,13 +237,14 @@ def _run(
     progress: Progress,
     device: "DeviceInfo | None",
     limit_s: float,
+    parameters: Mapping[str, Any],
 ) -> Outcome:
     name = path.stem
     begun = time.monotonic()
     progress.start(name)
     with tempfile.TemporaryDirectory(prefix=_WORK, dir=places.executed(name).parent) as folder:
         work = Path(folder)
-        failure = _execute(path, places, work, progress, device, limit_s)
+        failure = _execute(path, places, work, progress, device, limit_s, parameters)
         with _uninterrupted():
             if failure is None:
                 _publish(places, name, work)
@@ -236,6 +262,7 @@ def _execute(
     progress: Progress,
     device: "DeviceInfo | None",
     limit_s: float,
+    parameters: Mapping[str, Any],
 ) -> Failure | None:
     """Run the notebook and render its page, all into `work`; what went wrong, if anything did."""
     name = path.stem
@@ -273,6 +300,7 @@ def _execute(
                 parameters={
                     "profile": places.profile,
                     "results_dir": str(work / "results"),
+                    **parameters,
                 },
                 engine_name=_ENGINE,
                 kernel_name="python3",

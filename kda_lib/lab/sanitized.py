@@ -11,7 +11,7 @@ Every output of the skinny kernels is compared with the host model, every one of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,17 @@ from kda_lib.lab.validation import Errors, Layer, accumulation_bound
 from kda_lib.launch import LoadedKernel, check
 from kda_lib.shapes import F_A_ROWS, HIDDEN, KdaShapes
 
-#: What can be asked for.
-KERNELS = ("skinny", "stream")
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
+#: Tensor parallelism of a launch of the stream kernel, and its SMs; ``None``: all that the device has. The small one
+#: has 2 of 96 heads and 12 blocks for a cluster, as TP8 has on an H200, so that the ring goes round as often.
+STREAMS: Mapping[str, tuple[int, int | None]] = {"stream": (16, None), "stream_small": (48, 24)}
+#: What can be asked for, and the tools that it is meant for. racecheck follows every byte of shared memory: 40 s are
+#: not enough for one launch that fills an H200.
+KERNELS: Mapping[str, tuple[str, ...]] = {
+    "skinny": SANITIZERS,
+    "stream": tuple(tool for tool in SANITIZERS if tool != "racecheck"),
+    "stream_small": SANITIZERS,
+}
 #: Tokens that the issue of the sanitizer runs names: both sides of every change of configuration.
 TOKENS = (1, 2, 8, 14, 16)
 #: One kernel serves every M: the ends, and the last M that has one tile of tokens.
@@ -67,7 +76,8 @@ def main(kernels: str) -> int:
     rng = np.random.default_rng(0)
     if kernels == "skinny":
         return _skinny(arch, rng)
-    return _stream(arch, attribute("MULTIPROCESSOR_COUNT"), rng)
+    tp, sms = STREAMS[kernels]
+    return _stream(arch, tp, sms or attribute("MULTIPROCESSOR_COUNT"), rng)
 
 
 def _loaded(config: AnyConfig, arch: Arch) -> LoadedKernel:
@@ -103,9 +113,9 @@ def _skinny(arch: Arch, rng: np.random.Generator) -> int:
     return wrong
 
 
-def _stream(arch: Arch, sms: int, rng: np.random.Generator) -> int:
-    """The stream kernel for each M of :data:`STREAM_TOKENS`, TP16; outputs beyond their bound and counters left set."""
-    layer, wrong = Layer.random(16, rng), 0
+def _stream(arch: Arch, tp: int, sms: int, rng: np.random.Generator) -> int:
+    """The stream kernel for each M of :data:`STREAM_TOKENS`; outputs beyond their bound and counters left set."""
+    layer, wrong = Layer.random(tp, rng), 0
     shapes = layer.shapes
     kernel = _loaded(stream_config(arch, shapes, sms, pdl=True), arch)
     workspace = np.zeros(WORKSPACE_BYTES, np.uint8)

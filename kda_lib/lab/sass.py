@@ -6,7 +6,6 @@ straight-line code only.
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import json
 import re
@@ -21,6 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kda_lib.arch import Arch
+from kda_lib.lab.tools import packaged
 
 if TYPE_CHECKING:
     from elftools.elf.elffile import ELFFile
@@ -284,14 +284,12 @@ def find_nvdisasm() -> str:
     Raises:
         DisassemblerMissing: the package nvidia-cuda-nvdisasm is not installed.
     """
-    try:
-        files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.stem == "nvdisasm":
-            return str(file.locate())
-    raise DisassemblerMissing(f"nvdisasm: expected the package {PACKAGE} to be installed; run: pip install {PACKAGE}")
+    path = packaged(PACKAGE, "nvdisasm")
+    if path is None:
+        raise DisassemblerMissing(
+            f"nvdisasm: expected the package {PACKAGE} to be installed; run: pip install {PACKAGE}"
+        )
+    return path
 
 
 def _nvdisasm(data: bytes, *options: str) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,46 +24,55 @@ def zero_claim(name: str, statement: str, value: int, unit: str, *, required: bo
 
 def write_script_result(
     name: str,
-    make: Callable[[], Outcome],
+    outcomes: Iterable[Outcome],
     *,
     profile: str,
     root: Path,
     device: DeviceInfo | None = None,
-    parameters: dict[str, Any] | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str | None] | None = None,
     seeds: dict[str, int] | None = None,
+    timing_method: str | None = None,
 ) -> records.Result:
-    """Call ``make`` for rows and claims, and write ``reports/<profile>/results/<name>.json``.
+    """Write ``reports/<profile>/results/<name>.json`` with each of the outcomes, in place of the one before.
 
     Args:
         name: a key of :data:`provenance.SCRIPTS`.
-        device: where ``make`` measures; ``None`` if nothing runs on a GPU.
+        outcomes: rows and claims, at least once, made as they are asked for. More than one where the work is long:
+            what was found stays if it is cut short, and a claim that does not hold yet says that it is not all.
+        device: where the outcomes are measured; ``None`` if nothing runs on a GPU.
+        environment: versions of what makes them; this process's own by default, see :func:`provenance.environment`.
 
     Raises:
         records.ResultWriteError: the file system refused; nothing is half-written.
     """
     started = datetime.now(UTC)
+    run_id = f"{started:%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}"
     inputs = provenance.inputs_sha256(Path(f"{name}.ipynb"), profile, root)
-    rows, claims = make()
-    gpu = None
-    if device is not None:
-        before = DeviceState(clocks=device.clocks, throttle_reasons=device.throttle_reasons)
-        kept = device.model_dump(include=set(records.Gpu.model_fields))
-        gpu = records.Gpu(**kept, before=before, after=DeviceState(**sample_state()))
-    result = records.Result(
-        notebook=name,
-        run_id=f"{started:%Y%m%dT%H%M%SZ}-{uuid4().hex[:8]}",
-        started=started,
-        ended=datetime.now(UTC),
-        status="ok" if all(claim.holds or not claim.required for claim in claims) else "failed",
-        mode="compile-only" if gpu is None else "full",
-        inputs_sha256=inputs,
-        git=records.Git(**provenance.git_state(root)),
-        parameters={"profile": profile, **(parameters or {})},
-        environment=provenance.environment(),
-        gpu=gpu,
-        seeds=seeds or {},
-        claims=list(claims),
-        rows=list(rows),
-    )
-    records.write_result(result, root / "reports" / profile / "results" / f"{name}.json")
+    for rows, claims in outcomes:
+        result = records.Result(
+            notebook=name,
+            run_id=run_id,
+            started=started,
+            ended=datetime.now(UTC),
+            status="ok" if all(claim.holds or not claim.required for claim in claims) else "failed",
+            mode="compile-only" if device is None else "full",
+            inputs_sha256=inputs,
+            git=records.Git(**provenance.git_state(root)),
+            parameters={"profile": profile, **(parameters or {})},
+            environment=dict(environment or provenance.environment()),
+            gpu=None if device is None else _gpu(device),
+            seeds=seeds or {},
+            timing_method=timing_method,
+            claims=list(claims),
+            rows=list(rows),
+        )
+        records.write_result(result, root / "reports" / profile / "results" / f"{name}.json")
     return result
+
+
+def _gpu(device: DeviceInfo) -> records.Gpu:
+    """The device as it was before, and its state now."""
+    kept = device.model_dump(include=set(records.Gpu.model_fields))
+    before = DeviceState(clocks=device.clocks, throttle_reasons=device.throttle_reasons)
+    return records.Gpu(**kept, before=before, after=DeviceState(**sample_state()))

@@ -8,7 +8,8 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import metadata
+
+from kda_lib.lab.tools import packaged
 
 PACKAGE = "nvidia-cuda-nvcc"
 
@@ -39,12 +40,7 @@ class Assembler:
         Raises:
             AssemblerMissing: there is neither.
         """
-        try:
-            files = metadata.files(PACKAGE) or []
-        except metadata.PackageNotFoundError:
-            files = []
-        packaged = next((str(file.locate()) for file in files if file.stem == "ptxas"), None)
-        path = packaged or shutil.which("ptxas")
+        path = packaged(PACKAGE, "ptxas") or shutil.which("ptxas")
         if path is None:
             raise AssemblerMissing(
                 f"ptxas: expected the package {PACKAGE} or a CUDA toolkit; run: pip install {PACKAGE}"

@@ -19,6 +19,7 @@ from kda_lib.lab import emulation, formal, formal_stream, golden, matrix, record
 from kda_lib.lab.audit.check import Audit
 from kda_lib.lab.notebook import Display
 from kda_lib.lab.profile import CPU, load_profile, profile_names
+from kda_lib.lab.prover import PROVED
 from kda_lib.lab.scripted import Row
 from kda_lib.shapes import MAX_TOKENS
 
@@ -160,7 +161,7 @@ def _race_free(kernel: str, target: str, known: Record | None) -> Cell:
     rows = [row for row in (known.about(kernel, target) if known else []) if row["variant"] in checks]
     if known is None or not rows:
         return NOTHING
-    passed = _by_m(rows, lambda row: row["outcome"] == formal.PROVED)
+    passed = _by_m(rows, lambda row: row["outcome"] == PROVED)
     seen = {(row["M"], row["variant"]) for row in rows}
     proved = {m: True for m, good in passed.items() if good and all((m, check) in seen for check in checks)}
     if not proved:

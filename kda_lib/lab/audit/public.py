@@ -27,7 +27,7 @@ from kda_lib.lab.audit.reader import Module
 from kda_lib.lab.audit.sources import SourceError, read_file
 from kda_lib.lab.audit.table import Table
 from kda_lib.lab.profile import CPU
-from kda_lib.lab.scripted import Row, write_script_result, zero_claim
+from kda_lib.lab.scripted import Outcome, Row, write_script_result, zero_claim
 
 NAME = "public_ptx_audit"
 
@@ -76,12 +76,12 @@ def run_public_audit(root: Path) -> records.Result:
         "packages": [*WHEELS, *TRITON], "targets": list(TARGETS), "assembler": assembler.version, "table": table.name,
     }  # fmt: skip
 
-    def make() -> tuple[Sequence[Row], Sequence[records.Claim]]:
+    def make() -> Iterator[Outcome]:
         with tempfile.TemporaryDirectory(prefix="kda_lib-") as folder:
             files = [*wheel_texts(Path(folder)), *triton_texts(Path(folder))]
-            return survey(files, table, assembler)
+            yield survey(files, table, assembler)
 
-    return write_script_result(NAME, make, profile=CPU, root=root, parameters=parameters)
+    return write_script_result(NAME, make(), profile=CPU, root=root, parameters=parameters)
 
 
 def wheel_texts(folder: Path) -> Iterator[tuple[str, str, Path]]:
