@@ -129,6 +129,22 @@ def test_reproduce_selects_and_reports(here: Path, make_notebook: NotebookMaker)
     assert "ZeroDivisionError: division by zero" in stdout
 
 
+#: Texts that are no YAML, nothing that JSON has, or of another type.
+NO_INTEGERS = ("2026-13-45", "2026-12-01", "9" * 5000, "[" * 3000, "!!set {a}", "&a [*a]", ".nan", "abc", "true", "1.5")
+    "2026-13-45",
+    "2026-12-01",
+    "9" * 5000,
+    "[" * 3000,
+    "!!set {a}",
+    "&a [*a]",
+    ".nan",
+    "abc",
+    "true",
+    "1.5",
+    "",
+)
+
+
 @pytest.fixture
 def declaring(here: Path, make_notebook: NotebookMaker) -> Path:
     """The clone with 01_idle, which has the parameters idle_s and waits, and 02_plain, which has none of its own."""
@@ -159,7 +175,9 @@ def test_reproduce_reads_parameters_as_yaml(declaring: Path, monkeypatch: pytest
         (("-p", "idle_s"), "expected NAME=VALUE; got 'idle_s'"),
         (("-p", "profile=h100"), "this command sets 'profile' itself"),
         (("-p", "results_dir=x"), "this command sets 'results_dir' itself"),
-        (("-p", "idle_s=[1"), "expected a YAML value for 'idle_s'; got '[1'"),
+        (("-p", "idle_s=[1"), "expected a YAML value for 'idle_s' that JSON has too; got '[1'"),
+        *((("-p", f"idle_s={text}"), "for 'idle_s'") for text in NO_INTEGERS),
+        (("-p", "waits=600"), "expected list for 'waits', such as [1]; got '600'"),
         (("-p", "idle=1"), "has 'idle', expected one of theirs (01_idle: idle_s, waits; 02_plain: none)"),
         (("-p", "idle_s=1", "--only", "02"), "has 'idle_s', expected one of theirs (02_plain: none)"),
     ],

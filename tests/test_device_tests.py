@@ -1,14 +1,17 @@
 """The GPU tests as a result file, with tests that need no GPU in their place."""
 
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_lab import device, make_repo
+from filelock import FileLock, Timeout
 from typer.testing import CliRunner
 
 from kda_lib.lab import __main__ as cli
-from kda_lib.lab import device_tests, provenance, records, scripted
+from kda_lib.lab import device_tests, provenance, records, runner, scripted
 from kda_lib.lab.profile import load_profile
 from kda_lib.lab.sanitized import KERNELS
 from kda_lib.lab.scripted import Row
@@ -37,6 +40,7 @@ TOOL_ROWS = [f"{name} {kernels}" for kernels, tools in KERNELS.items() for name 
 #: In the place of compute-sanitizer: clean with the skinny kernels, and with stream each tool ends in its own way. One
 #: waits for a process that it started.
 FAKE_TOOL = """#!/bin/sh
+case "$*" in *"--num-cuda-barriers "[1-9]*) ;; *) echo "no room for barriers" >&2; exit 1;; esac
 case "$*" in *skinny) echo "========= ERROR SUMMARY: 0 errors"; exit 0;; esac
 case "$2" in
 memcheck) printf "========= Invalid read error\\n========= of 4 bytes\\n========= ERROR SUMMARY: 3 errors\\n"; exit 86;;
@@ -147,7 +151,33 @@ def test_some_tests_alone_are_told_and_not_recorded(
     assert result.exit_code == code
     assert result.stdout.splitlines()[-2:] == said
     assert ("they differ" in result.stdout) == (only == "bad")
-    assert [path.read_text() for path in (repo / "reports").rglob("*") if path.is_file()] == ["all of it"]
+    assert [path.read_text() for path in result_file(repo).parent.iterdir()] == ["all of it"]
+
+
+def test_one_process_at_a_time_and_told_to_end(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it runs, notebooks of the profile wait, the GPU is locked and SIGTERM ends it in order."""
+    seen: list[object] = []
+
+    def look(*args: object) -> None:
+        seen.append(signal.getsignal(signal.SIGTERM))
+        with pytest.raises(runner.AlreadyRunning), runner.exclusive(repo, "h200"):
+            pass
+        with pytest.raises(Timeout):
+            FileLock(Path(tempfile.gettempdir()) / f"kda-lab-gpu-{device().index}.lock").acquire(timeout=0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "repo_root", lambda: repo)
+    monkeypatch.setattr(cli, "current_device", device)
+    monkeypatch.setattr(device_tests, "run_device_tests", look)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert CliRunner().invoke(cli.app, ["device-tests", "--gpu", "h200"]).exit_code == cli.INTERRUPTED
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert seen == [signal.default_int_handler]
+    with runner.exclusive(repo, "h200"):
+        pass
 
 
 def test_each_tool_judges_each_kind_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

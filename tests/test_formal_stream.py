@@ -6,6 +6,8 @@ import importlib.util
 
 import pytest
 
+from kda_lib.arch import Arch
+from kda_lib.kernels.stream_config import stream_config
 from kda_lib.lab import formal_stream, records
 from kda_lib.lab.formal_stream import StreamTask, counters_left_out, rows_of, waits
 from kda_lib.lab.prover import NOT_PROVED, PROVED, TARGETS
@@ -16,7 +18,7 @@ needs_verifier = pytest.mark.skipif(
 
 
 def ptx(target: str = "sm_90a") -> str:
-    return formal_stream._artifact(target, None).ptx
+    return formal_stream._artifact(StreamTask(target, 1), None).ptx
 
 
 def test_only_the_counters_are_left_out() -> None:
@@ -31,13 +33,21 @@ def test_only_the_counters_are_left_out() -> None:
 
 @needs_verifier
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("m", [1, 16])
-def test_the_first_cluster_is_proved_safe(target: str, m: int) -> None:
-    rows = rows_of(StreamTask(target, m))
+@pytest.mark.parametrize(("m", "small_ring"), [(1, False), (16, False), (16, True)])
+def test_the_first_cluster_is_proved_safe(target: str, m: int, small_ring: bool) -> None:
+    rows = rows_of(StreamTask(target, m, small_ring=small_ring))
     for row in rows:
         records.ROW.validate_python(row)
     assert [(row["outcome"], row["detail"]) for row in rows] == [(PROVED, "")] * 2
     assert all(row["variant"].endswith("counters left out") for row in rows)
+    assert all(row["variant"].startswith("small ring: ") == small_ring for row in rows)
+
+
+def test_the_small_ring_is_that_of_targets_with_less_shared_memory() -> None:
+    small = formal_stream._artifact(StreamTask("sm_90a", 1, small_ring=True), None).config
+    shipped = stream_config(Arch.parse("sm_120a"), formal_stream.SHAPES, small.ctas, pdl=True)
+    assert (small.rows, small.stages) == (shipped.rows, shipped.stages) != (8, 3)
+    assert small.parts > 1
 
 
 @needs_verifier

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from kda_lib.lab import runner
 from kda_lib.lab.device import DeviceInfo
+from kda_lib.lab.nbtools import declared_parameters
 from kda_lib.lab.progress import Progress, print_summary
 from kda_lib.lab.records import read_result
 
@@ -96,7 +97,7 @@ def test_parameters_reach_the_notebooks_that_declare_them(workspace: Path, make_
     make_notebook("02_plain", "assert 'idle_s' not in globals()")
     (workspace / "notebooks" / "03_broken.ipynb").write_text("{")
     notebooks = sorted((workspace / "notebooks").glob("*.ipynb"))
-    assert [runner.declared_parameters(path) for path in notebooks] == [{"idle_s", "waits"}, set(), set()]
+    assert [declared_parameters(path) for path in notebooks] == [{"idle_s": 15, "waits": [1]}, {}, {}]
 
     given = {"idle_s": 600, "waits": [1, 2.5], "profile": "h100", "results_dir": "elsewhere", "other": 1}
     with Progress(Console(file=io.StringIO())) as progress:
@@ -106,6 +107,18 @@ def test_parameters_reach_the_notebooks_that_declare_them(workspace: Path, make_
     recorded = [read_result(workspace / f"reports/cpu/results/{path.stem}.json").parameters for path in notebooks[:2]]
     plain = {"profile": "cpu", "seed": 0}
     assert recorded == [plain | {"idle_s": 600, "waits": [1, 2.5]}, plain]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b'{"nbformat": 9}', b"\xff", b""])
+def test_a_file_that_is_no_notebook_fails_alone(workspace: Path, make_notebook: NotebookMaker, content: bytes) -> None:
+    make_notebook("01_good")
+    broken = workspace / "notebooks" / "02_broken.ipynb"
+    broken.write_bytes(content)
+    assert declared_parameters(broken) == {}
+    outcomes = reproduce(workspace)
+    assert [outcome.failure is None for outcome in outcomes] == [True, False]
+    assert outcomes[1].failure
+    assert outcomes[1].failure.error.startswith("not a valid notebook: ")
 
 
 def test_failures_are_told_apart_and_the_others_run(workspace: Path, make_notebook: NotebookMaker) -> None:

@@ -163,7 +163,7 @@ class Stream:
         if cutlass.const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-        # Before the CTA meets: only what the first copies and the loads of x need. Memory should not wait.
+        # The first copies and the loads of x start before the CTA meets: memory should not wait.
         if warp == PRODUCER:
             if t.lane == 0:
                 init_barriers(t.full, c.stages, 1)
@@ -252,7 +252,8 @@ class Stream:
     def load_x(self, t: Thread, x: cute.Pointer) -> list[list[Vector]]:
         """A consumer's part of x as ``mma`` operands ``[step][0 or 1]``; zeros for tokens that are not there.
 
-        Every warp calls it and only consumers load: without a branch all warps can meet at one place.
+        Every warp calls it and only consumers load: after a branch what it loads could not be kept past the one place
+        where all warps meet, see :func:`meet`.
         """
         token = t.lane // 4
         tokens = t.tokens * Int32(t.warp < CONSUMERS)

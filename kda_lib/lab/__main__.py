@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-import yaml
 from rich.console import Console
 from typer.core import TyperGroup
 
 from kda_lib.lab import nbtools, report
 from kda_lib.lab.device import (
+    DeviceInfo,
     WrongDevice,
     current_device,
     default_profile,
@@ -88,6 +88,15 @@ def _profile(name: str | None) -> Profile:
     return load_profile(name) if name else default_profile(current_device())
 
 
+def _profile_on_device(name: str | None) -> tuple[Profile, DeviceInfo]:
+    """The profile, and the device, which must fit it."""
+    profile, device = _profile(name), current_device()
+    if device is None or resolve_mode(profile, device) != "full":
+        found = device.name if device else "none"
+        _fail(f"profile {profile.name!r}: expected a device that fits it, got {found}; run this on one", WRONG_DEVICE)
+    return profile, device
+
+
 def _notebook_files(paths: list[Path] | None) -> list[Path]:
     return paths or nbtools.source_notebooks(repo_root() / "notebooks")
 
@@ -118,7 +127,10 @@ def reproduce(
     device = current_device()
     mode = resolve_mode(profile, device)
     notebooks = nbtools.select(root, only or ())
-    parameters = _parameters(parameter or (), notebooks)
+    try:
+        parameters = nbtools.read_parameters(parameter or (), notebooks)
+    except nbtools.WrongParameter as error:
+        raise typer.BadParameter(str(error), param_hint="--parameter") from None
     where = f"on {device.name}" if device and mode == "full" else f"for {profile.target}; nothing runs on a GPU"
     console.print(f"{profile.name}: {mode}, {where}", highlight=False)
     used = device if mode == "full" else None
@@ -135,32 +147,6 @@ def reproduce(
     console.print("index: reports/index.html", highlight=False)
     if any(outcome.failure for outcome in outcomes):
         raise typer.Exit(FAILED)
-
-
-def _parameters(settings: Sequence[str], notebooks: Sequence[Path]) -> dict[str, Any]:
-    """The values that NAME=VALUE settings give to parameters of the notebooks."""
-    from kda_lib.lab.runner import OWN_PARAMETERS, declared_parameters
-
-    declared = {path.stem: declared_parameters(path) for path in notebooks}
-    values = {}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals:
-            _refuse_parameter(f"expected NAME=VALUE; got {setting!r}")
-        if name in OWN_PARAMETERS:
-            _refuse_parameter(f"this command sets {name!r} itself; choose the profile with --gpu")
-        if not any(name in names for names in declared.values()):
-            listed = "; ".join(f"{stem}: {', '.join(sorted(names)) or 'none'}" for stem, names in declared.items())
-            _refuse_parameter(f"no selected notebook has {name!r}, expected one of theirs ({listed})")
-        try:
-            values[name] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            _refuse_parameter(f"expected a YAML value for {name!r}; got {text!r}")
-    return values
-
-
-def _refuse_parameter(problem: str) -> NoReturn:
-    raise typer.BadParameter(problem, param_hint="--parameter")
 
 
 def _matrix_paths(root: Path) -> tuple[Path, Path]:
@@ -196,7 +182,7 @@ def _refresh_matrix(root: Path) -> Result:
 @app.command()
 def compile_matrix() -> None:
     """Compile every kernel for every target and M, and record the outcomes; exit 1 if a claim fails."""
-    _print_claims(_refresh_matrix(repo_root()).claims)
+    _print_result(_refresh_matrix(repo_root()))
 
 
 @app.command()
@@ -204,8 +190,10 @@ def dsl_matrix() -> None:
     """Compile the repro under several DSL releases, each in a throw-away environment, and record what each said."""
     from kda_lib.lab.dsl_matrix import run_dsl_matrix
 
-    for row in run_dsl_matrix(repo_root()).rows:
+    result = run_dsl_matrix(repo_root())
+    for row in result.rows:
         print(f"{row['dsl']:8}{row['target']:9}{row['fma']:16}{row['outcome']}")
+    report.write_index(repo_root())
 
 
 @app.command()
@@ -260,7 +248,7 @@ def public_audit() -> None:
         result = run_public_audit(repo_root())
     except AssemblerMissing as error:
         _fail(str(error), FAILED)
-    _print_claims(result.claims)
+    _print_result(result)
 
 
 @app.command()
@@ -269,21 +257,22 @@ def device_tests(
     only: Annotated[str, typer.Option(help="As pytest's -k: run these tests alone, and record nothing.")] = "",
 ) -> None:
     """Run the tests that need a GPU and compute-sanitizer, and record them; exit 1 if any failed or found something."""
-    from kda_lib.lab import device_tests
+    from kda_lib.lab import device_tests, runner
 
-    device = current_device()
-    profile = _profile(gpu)
-    if device is None or resolve_mode(profile, device) != "full":
-        found = device.name if device else "none"
-        message = f"profile {profile.name!r}: the GPU tests need a device that fits it, got {found}; run them on a GPU"
-        _fail(message, WRONG_DEVICE)
+    root = repo_root()
+    profile, device = _profile_on_device(gpu)
     _end_when_told()
-    if only:
-        rows = list(device_tests.run_tests(repo_root(), only))
-        claims = device_tests.claims_of_tests(rows)
-    else:
-        result = device_tests.run_device_tests(repo_root(), profile, device)
-        rows, claims = result.rows, result.claims
+    try:
+        with runner.exclusive(root, profile.name), runner.gpu_lock(device, lambda: print("waiting for the GPU")):
+            if only:
+                rows = list(device_tests.run_tests(root, only))
+                claims = device_tests.claims_of_tests(rows)
+            else:
+                result = device_tests.run_device_tests(root, profile, device)
+                rows, claims = result.rows, result.claims
+                report.write_index(root)
+    except runner.AlreadyRunning as error:
+        _fail(str(error), FAILED)
     for row in rows:
         if row["outcome"] != "passed":
             print(f"{row['outcome']:8} {row['variant']}: {row['detail']}")
@@ -291,9 +280,15 @@ def device_tests(
 
 
 def _end_when_told() -> None:
-    """End in order when asked to: what was started ends too."""
+    """End in order when asked to, so that locks go and what has a process group of its own ends too."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+
+
+def _print_result(result: Result) -> None:
+    """Bring the index up to date and print the claims; exit 1 if a required one fails."""
+    report.write_index(repo_root())
+    _print_claims(result.claims)
 
 
 def _print_claims(claims: Sequence[Claim]) -> None:
@@ -311,7 +306,7 @@ def emulate() -> None:
     from kda_lib.cache import ArtifactCache
     from kda_lib.lab import emulation
 
-    _print_claims(emulation.run(repo_root(), cache=ArtifactCache.default()).claims)
+    _print_result(emulation.run(repo_root(), cache=ArtifactCache.default()))
 
 
 @app.command()
@@ -325,7 +320,7 @@ def formal() -> None:
         result = formal.run(repo_root(), cache=ArtifactCache.default())
     except VerifierMissing as error:
         _fail(str(error), FAILED)
-    _print_claims(result.claims)
+    _print_result(result)
 
 
 @app.command()
@@ -333,12 +328,8 @@ def golden(gpu: Gpu = None) -> None:
     """Launch every kernel on fixed inputs on the profile's GPU, and record the hashes of its outputs."""
     from kda_lib.lab import golden
 
-    device = current_device()
-    profile = _profile(gpu)
-    if device is None or resolve_mode(profile, device) != "full":
-        found = device.name if device else "none"
-        _fail(f"profile {profile.name!r}: golden outputs need a device that fits it, got {found}", WRONG_DEVICE)
-    _print_claims(golden.record(repo_root(), profile, device).claims)
+    profile, device = _profile_on_device(gpu)
+    _print_result(golden.record(repo_root(), profile, device))
 
 
 @app.command()

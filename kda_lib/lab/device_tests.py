@@ -21,7 +21,8 @@ from kda_lib.lab.tools import run_group
 NAME = "device_tests"
 #: Exit code that compute-sanitizer is asked to give when it finds something.
 FOUND = 86
-#: Barriers of a CTA that the tools make room for. They count those declared as symbols, and ours lie in dynamic memory.
+#: mbarriers of a CTA that racecheck and synccheck make room for, and the others ignore. Of themselves they count those
+#: that are declared as symbols, and ours lie in dynamic shared memory; the stream kernel has at most 18.
 BARRIERS = 64
 #: Seconds that one tool may take over one kind of kernels: a tool that is too slow must not lose what others found.
 TOOL_LIMIT = 90.0

@@ -26,6 +26,9 @@ MAX_BYTES = 200_000
 TIME_LIMIT_S = 600.0
 """Seconds a notebook may take from the start of its first cell; the design gives it 60 s without a GPU."""
 
+OWN_PARAMETERS = ("profile", "results_dir")
+"""Parameters of every notebook that the runner sets itself."""
+
 NAME = re.compile(r"\d\d_[a-z0-9_]+")
 _KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
 _EXITS = {"sys.exit", "os._exit", "exit", "quit", "os.abort"}
@@ -33,6 +36,14 @@ _EXITS = {"sys.exit", "os._exit", "exit", "quit", "os.abort"}
 
 class UnknownNotebook(ValueError):
     """No notebook fits the number or name asked for; the message lists those that exist."""
+
+
+class InvalidNotebook(ValueError):
+    """A file is not a notebook of a format that nbformat reads."""
+
+
+class WrongParameter(ValueError):
+    """A setting NAME=VALUE that the notebooks asked for cannot take."""
 
 
 def source_notebooks(folder: Path) -> list[Path]:
@@ -54,6 +65,70 @@ def select(root: Path, only: Sequence[str] = ()) -> list[Path]:
             names = ", ".join(sorted({path.stem for path in found.values()}))
             raise UnknownNotebook(f"notebook: expected one of {names}; got {wanted!r}")
     return sorted({found[wanted] for wanted in only or found})
+
+
+def read(path: Path) -> "NotebookNode":
+    """The notebook in a file, in the newest format.
+
+    Raises:
+        InvalidNotebook: it holds none.
+        OSError: it cannot be read.
+    """
+    import nbformat
+
+    # JSON that is no object gives an AttributeError; what is no JSON, no UTF-8 or of an unknown format, a ValueError.
+    try:
+        return nbformat.read(path, as_version=4)
+    except (ValueError, AttributeError, nbformat.ValidationError) as error:
+        raise InvalidNotebook(f"not a valid notebook: {error}") from error
+
+
+def declared_parameters(path: Path) -> dict[str, Any]:
+    """Parameters of a notebook, but for `OWN_PARAMETERS`, and their values; of a file that is no notebook, none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        cells = [cell for cell in read(path).cells if "parameters" in tags(cell)]
+    except InvalidNotebook:
+        return {}
+    # Papermill puts the values after the first such cell.
+    values = (_literals(cells[0].source) if cells else None) or {}
+    return {name: value for name, value in values.items() if name not in OWN_PARAMETERS}
+
+
+def read_parameters(settings: Sequence[str], notebooks: Sequence[Path]) -> dict[str, Any]:
+    """The values that settings NAME=VALUE (YAML) give to parameters of the notebooks.
+
+    Raises:
+        WrongParameter: a setting is not of that form, no notebook has the parameter, or its value there is of another
+            type; an int may stand for a float.
+    """
+    import yaml
+
+    declared = {path.stem: declared_parameters(path) for path in notebooks}
+    values = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise WrongParameter(f"expected NAME=VALUE; got {setting[:80]!r}")
+        if name in OWN_PARAMETERS:
+            raise WrongParameter(f"this command sets {name!r} itself; choose the profile with --gpu")
+        defaults = [parameters[name] for parameters in declared.values() if name in parameters]
+        if not defaults:
+            listed = "; ".join(f"{stem}: {', '.join(sorted(names)) or 'none'}" for stem, names in declared.items())
+            raise WrongParameter(f"no selected notebook has {name!r}, expected one of theirs ({listed})")
+        try:
+            value = values[name] = yaml.safe_load(text)
+            json.dumps(value, allow_nan=False)
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+            raise WrongParameter(f"expected a YAML value for {name!r} that JSON has too; got {text[:80]!r}") from None
+        for default in defaults:
+            if type(value) is not type(default) and (type(value), type(default)) != (int, float):
+                kind = type(default).__name__
+                raise WrongParameter(f"expected {kind} for {name!r}, such as {default!r}; got {text[:80]!r}")
+    return values
 
 
 def tags(cell: "NotebookNode") -> list[str]:

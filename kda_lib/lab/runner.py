@@ -26,9 +26,16 @@ from papermill import execute_notebook
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 from papermill.exceptions import PapermillException, PapermillExecutionError
-from papermill.translators import PythonTranslator
 
-from kda_lib.lab.nbtools import TIME_LIMIT_S, kernel_manager, kill_kernel, replace_text, tags
+from kda_lib.lab.nbtools import (
+    TIME_LIMIT_S,
+    InvalidNotebook,
+    declared_parameters,
+    kernel_manager,
+    kill_kernel,
+    read,
+    replace_text,
+)
 from kda_lib.lab.progress import Outcome, Progress
 from kda_lib.lab.records import ResultReadError
 from kda_lib.lab.report import (
@@ -49,9 +56,6 @@ if TYPE_CHECKING:
 
 GPU_TIMING_TAG = "gpu-timing"
 """Notebook-level tag: on a GPU, no other notebook with this tag runs at the same time on this machine."""
-
-OWN_PARAMETERS = ("profile", "results_dir")
-"""Parameters of every notebook that the runner sets itself."""
 
 _ENGINE = "kda-lab"
 _WORK = ".run-"
@@ -176,24 +180,6 @@ def gpu_lock(device: "DeviceInfo", on_wait: Callable[[], None]) -> Iterator[None
         yield
 
 
-def declared_parameters(path: Path) -> set[str]:
-    """Names that the notebook's cell tagged `parameters` assigns, but for `OWN_PARAMETERS`.
-
-    None if the file is not a valid notebook: the run is what reports that.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    try:
-        source = nbformat.read(path, as_version=4)
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError):
-        return set()
-    cells = [cell for cell in source.cells if "parameters" in tags(cell)]
-    # Papermill puts the values after the first such cell.
-    names = {parameter.name for cell in cells[:1] for parameter in PythonTranslator.inspect(cell)}
-    return names.difference(OWN_PARAMETERS)
-
-
 def run_notebooks(
     notebooks: Iterable[Path],
     root: Path,
@@ -207,7 +193,7 @@ def run_notebooks(
     """Run notebooks one after the other, whatever becomes of each, and keep the index in step.
 
     To be called from the main thread, within `exclusive`. `device` is the GPU that timing notebooks have to themselves.
-    Each notebook gets those of `parameters` (name to JSON value) that are among its `declared_parameters`.
+    Each notebook gets those of `parameters` (name to JSON value) that are among its `nbtools.declared_parameters`.
 
     Raises:
         OSError: reports/ cannot be written (permission, full disk); what was there before is left as it was.
@@ -284,9 +270,9 @@ def _execute(
             progress.cell(cell, len(ids))
 
     try:
-        source = nbformat.read(path, as_version=4)
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
-        return fail(f"not a valid notebook: {error}")
+        source = read(path)
+    except InvalidNotebook as error:
+        return fail(str(error))
     ids = [item.get("id") for item in source.cells]
     with ExitStack() as stack:
         log = stack.enter_context(places.log(name).open("w", encoding="utf-8"))
