@@ -130,7 +130,7 @@ def test_reproduce_selects_and_reports(here: Path, make_notebook: NotebookMaker)
 
 
 #: Texts that are no YAML, nothing that JSON has, or of another type.
-NO_INTEGERS = ("2026-13-45", "2026-12-01", "9" * 5000, "[" * 3000, "!!set {a}", "&a [*a]", ".nan", "abc", "true", "1.5")
+NO_INTEGERS = (
     "2026-13-45",
     "2026-12-01",
     "9" * 5000,
