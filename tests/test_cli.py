@@ -177,6 +177,7 @@ def test_reproduce_reads_parameters_as_yaml(declaring: Path, monkeypatch: pytest
         (("-p", "results_dir=x"), "this command sets 'results_dir' itself"),
         (("-p", "idle_s=[1"), "expected a YAML value for 'idle_s' that JSON has too; got '[1'"),
         *((("-p", f"idle_s={text}"), "for 'idle_s'") for text in NO_INTEGERS),
+        (("-p", "idle_s=1", "-p", "idle_s=2"), "expected one value for 'idle_s'; got two"),
         (("-p", "waits=600"), "expected list for 'waits', such as [1]; got '600'"),
         (("-p", "idle=1"), "has 'idle', expected one of theirs (01_idle: idle_s, waits; 02_plain: none)"),
         (("-p", "idle_s=1", "--only", "02"), "has 'idle_s', expected one of theirs (02_plain: none)"),

@@ -154,6 +154,14 @@ def test_some_tests_alone_are_told_and_not_recorded(
     assert [path.read_text() for path in result_file(repo).parent.iterdir()] == ["all of it"]
 
 
+@pytest.mark.parametrize("only", ["", " ", "-x"])
+def test_an_unset_choice_of_tests_is_not_all_of_them(repo: Path, monkeypatch: pytest.MonkeyPatch, only: str) -> None:
+    monkeypatch.setattr(cli, "repo_root", lambda: repo)
+    monkeypatch.setattr(cli, "current_device", device)
+    monkeypatch.setattr(device_tests, "run_tests", lambda *args: pytest.fail("tests were run"))
+    assert CliRunner().invoke(cli.app, ["device-tests", "--gpu", "h200", f"--only={only}"]).exit_code == cli.USAGE
+
+
 def test_one_process_at_a_time_and_told_to_end(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it runs, notebooks of the profile wait, the GPU is locked and SIGTERM ends it in order."""
     seen: list[object] = []

@@ -28,6 +28,9 @@ FIGURE = """import matplotlib.pyplot as plt
 figure, axes = plt.subplots()
 run.figure(figure, "line", alt="A line")
 plt.close(figure)"""
+#: JSON with the frame of a notebook around something else.
+CELL_OF_1 = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [1]}'
+
 CHILD = """import os, pathlib, subprocess, time
 child = subprocess.Popen(["sleep", "600"])
 pathlib.Path("pids.txt").write_text(f"{os.getpid()} {child.pid} .")
@@ -109,7 +112,7 @@ def test_parameters_reach_the_notebooks_that_declare_them(workspace: Path, make_
     assert recorded == [plain | {"idle_s": 600, "waits": [1, 2.5]}, plain]
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b'{"nbformat": 9}', b"\xff", b""])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"1", b'{"nbformat": 9}', b"\xff", b"", CELL_OF_1])
 def test_a_file_that_is_no_notebook_fails_alone(workspace: Path, make_notebook: NotebookMaker, content: bytes) -> None:
     make_notebook("01_good")
     broken = workspace / "notebooks" / "02_broken.ipynb"

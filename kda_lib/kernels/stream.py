@@ -20,7 +20,8 @@ lower numbers, which it starts before them. So not all CTAs need be resident at 
 State: two counters in the workspace, 0 before and after a launch. A launch that was aborted leaves others behind; zero
 the workspace then. Launches that may run at the same time need workspaces of their own.
 
-With programmatic dependent launch the weights are read before the dependency wait; x, the counters and f_a after it.
+With programmatic dependent launch the first weights, as many as the ring holds, are read before the dependency wait;
+x, the counters and f_a after it.
 
 Scope: BF16 in, BF16 out, FP32 accumulation, sm_90 and newer, an even number of heads. Not here: more than 16 tokens.
 """

@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -254,23 +254,28 @@ def public_audit() -> None:
 @app.command()
 def device_tests(
     gpu: Gpu = None,
-    only: Annotated[str, typer.Option(help="As pytest's -k: run these tests alone, and record nothing.")] = "",
+    only: Annotated[str | None, typer.Option(help="As pytest's -k: run these tests alone, record nothing.")] = None,
 ) -> None:
     """Run the tests that need a GPU and compute-sanitizer, and record them; exit 1 if any failed or found something."""
     from kda_lib.lab import device_tests, runner
 
     root = repo_root()
     profile, device = _profile_on_device(gpu)
+    if only is not None and (not only.strip() or only.startswith("-")):
+        raise typer.BadParameter(f"expected an expression of pytest's -k; got {only!r}", param_hint="--only")
     _end_when_told()
     try:
-        with runner.exclusive(root, profile.name), runner.gpu_lock(device, lambda: print("waiting for the GPU")):
-            if only:
-                rows = list(device_tests.run_tests(root, only))
-                claims = device_tests.claims_of_tests(rows)
-            else:
+        with ExitStack() as locks:
+            if only is None:
+                locks.enter_context(runner.exclusive(root, profile.name))
+            locks.enter_context(runner.gpu_lock(device, lambda: print("waiting for the GPU")))
+            if only is None:
                 result = device_tests.run_device_tests(root, profile, device)
                 rows, claims = result.rows, result.claims
                 report.write_index(root)
+            else:
+                rows = list(device_tests.run_tests(root, only))
+                claims = device_tests.claims_of_tests(rows)
     except runner.AlreadyRunning as error:
         _fail(str(error), FAILED)
     for row in rows:

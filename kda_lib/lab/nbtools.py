@@ -76,11 +76,14 @@ def read(path: Path) -> "NotebookNode":
     """
     import nbformat
 
-    # JSON that is no object gives an AttributeError; what is no JSON, no UTF-8 or of an unknown format, a ValueError.
+    # JSON of another form gives whatever the place in nbformat raises that meets it first; no JSON, no UTF-8 or an
+    # unknown format, a ValueError.
     try:
-        return nbformat.read(path, as_version=4)
-    except (ValueError, AttributeError, nbformat.ValidationError) as error:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    except (ValueError, AttributeError, TypeError, RecursionError, nbformat.ValidationError) as error:
         raise InvalidNotebook(f"not a valid notebook: {error}") from error
+    return notebook
 
 
 def declared_parameters(path: Path) -> dict[str, Any]:
@@ -113,6 +116,8 @@ def read_parameters(settings: Sequence[str], notebooks: Sequence[Path]) -> dict[
         name, equals, text = setting.partition("=")
         if not equals:
             raise WrongParameter(f"expected NAME=VALUE; got {setting[:80]!r}")
+        if name in values:
+            raise WrongParameter(f"expected one value for {name!r}; got two")
         if name in OWN_PARAMETERS:
             raise WrongParameter(f"this command sets {name!r} itself; choose the profile with --gpu")
         defaults = [parameters[name] for parameters in declared.values() if name in parameters]
@@ -375,7 +380,7 @@ def _literals(source: str) -> dict[str, Any] | None:
             ):
                 try:
                     values[name] = ast.literal_eval(value)
-                except ValueError:
+                except (ValueError, TypeError):
                     return None
             case _:
                 return None
