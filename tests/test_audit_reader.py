@@ -112,6 +112,9 @@ def test_what_surrounds_kernels_is_passed_over() -> None:
         (HEAD + HEAD, "line 4: a second module begins"),
         (HEAD + ".global .b32 x[2] = {1, 2", "line 4: expected a statement"),
         (HEAD + ".visible .entry k() {\n+;\n}", "line 5: expected a statement"),
+        (HEAD + "a[;", "line 4: expected a statement"),
+        (HEAD + "ld.b32 %r1, [ ];", "line 4: expected a statement"),
+        (HEAD + "ld.b32 %r1, [a, [];", "line 4: expected a statement"),
     ],
 )  # fmt: skip
 def test_broken_text_is_refused_with_its_line(text: str, message: str) -> None:

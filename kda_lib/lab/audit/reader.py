@@ -129,6 +129,10 @@ def split_operands(text: str) -> list[str]:
     return [*parts, last] if last or parts else []
 
 
+class _NoAddress(Exception):
+    """A pair of brackets with nothing in it, or one that does not close."""
+
+
 class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
@@ -249,7 +253,10 @@ class _Reader:
         operands = split_operands(" ".join(written.split()))
         if any(map(_TWO_WORDS.search, operands)):
             raise self.broken(start)
-        form = self.form(opcode, operands)
+        try:
+            form = self.form(opcode, operands)
+        except _NoAddress:
+            raise self.broken(start) from None
         if not self.ambiguous:
             self.forms[shape] = form
         self.add(form, self.probe(opcode, operands), start, end)
@@ -270,8 +277,10 @@ class _Reader:
             items = split_operands(operand[1:-1])
             return f"{{{len(items)}{'_' if '_' in items else ''}}}"
         if operand.startswith("["):
-            _, *more = split_operands(operand[1:-1])
-            return f"[{','.join(['a', *map(self.kind, more)])}]"
+            address = split_operands(operand[1:-1])
+            if not address:
+                raise _NoAddress
+            return f"[{','.join(['a', *map(self.kind, address[1:])])}]"
         if "|" in operand:
             return "|".join(self.kind(part.strip()) for part in operand.split("|"))
         if operand == "_":
