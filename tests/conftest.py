@@ -3,16 +3,19 @@
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from kda_lib.lab import __main__ as cli
 from kda_lib.lab import nbtools, report
 from kda_lib.lab.progress import Outcome, Progress
 from kda_lib.lab.provenance import LOCKS
@@ -69,6 +72,23 @@ def reproduce(root: Path, *only: str, limit_s: float = 60, console: Console | No
     """Run the notebooks of the clone for profile cpu."""
     with exclusive(root, "cpu"), Progress(console) if console else quiet() as progress:
         return run_notebooks(nbtools.select(root, only), root, "cpu", progress, limit_s=limit_s)
+
+
+@pytest.fixture
+def here(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The clone, with the commands run in this process working on it and no device to be seen."""
+    monkeypatch.setattr(cli, "repo_root", lambda: workspace)
+    monkeypatch.setattr(cli, "current_device", lambda: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield workspace
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command run in this process."""
+    result = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+    return result.exit_code, result.stdout, result.stderr
 
 
 def lab(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,13 +18,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from kda_lib.lab import nbtools, report
-from kda_lib.lab.device import (
-    DeviceInfo,
-    WrongDevice,
-    current_device,
-    default_profile,
-    resolve_mode,
-)
+from kda_lib.lab.device import DeviceInfo, WrongDevice, current_device, default_profile, resolve_mode
 from kda_lib.lab.profile import Profile, UnknownProfile, load_profile, profile_names
 from kda_lib.lab.provenance import repo_root
 from kda_lib.lab.records import Claim, Result, ResultReadError, read_result, stale_inputs
@@ -265,10 +259,8 @@ def device_tests(
         raise typer.BadParameter(f"expected an expression of pytest's -k; got {only!r}", param_hint="--only")
     _end_when_told()
     try:
-        with ExitStack() as locks:
-            if only is None:
-                locks.enter_context(runner.exclusive(root, profile.name))
-            locks.enter_context(runner.gpu_lock(device, lambda: print("waiting for the GPU")))
+        reports = runner.exclusive(root, profile.name) if only is None else nullcontext()
+        with reports, runner.gpu_lock(device, lambda: print("waiting for the GPU")):
             if only is None:
                 result = device_tests.run_device_tests(root, profile, device)
                 rows, claims = result.rows, result.claims
@@ -296,11 +288,15 @@ def _print_result(result: Result) -> None:
     _print_claims(result.claims)
 
 
+def _sentence(claim: Claim) -> str:
+    verdict = "holds" if claim.holds else "FAILS" if claim.required else "fails (not required)"
+    return f"{verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip()
+
+
 def _print_claims(claims: Sequence[Claim]) -> None:
     """One line each; exit 1 if a required one fails."""
     for claim in claims:
-        verdict = "holds" if claim.holds else "FAILS" if claim.required else "fails (not required)"
-        print(f"{verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip())
+        print(_sentence(claim))
     if any(claim.required and not claim.holds for claim in claims):
         raise typer.Exit(FAILED)
 
@@ -351,14 +347,8 @@ def check_fresh(
     behind = False
     for heading, names in (
         ("checked", chosen),
-        (
-            "other profiles (not checked; make reproduce GPU=<name> refreshes them here)",
-            compiled,
-        ),
-        (
-            "recorded on other hardware (not checked; only such a device can refresh them)",
-            recorded,
-        ),
+        ("other profiles (not checked; make reproduce GPU=<name> refreshes them here)", compiled),
+        ("recorded on other hardware (not checked; only such a device can refresh them)", recorded),
     ):
         if names:
             print(f"{heading}:")
@@ -389,9 +379,8 @@ def verify_claims() -> None:
             broken = True
             continue
         for claim in result.claims:
-            verdict = "holds" if claim.holds else "FAILS" if claim.required else "fails (not required)"
             bound = "" if claim.bound is None else f", bound {claim.bound}"
-            print(f"  {verdict} {claim.id}: {claim.statement}: {claim.value} {claim.unit}".rstrip() + bound)
+            print(f"  {_sentence(claim)}{bound}")
             broken = broken or (claim.required and not claim.holds)
     if not files:
         _fail("no result file under reports/: run `make reproduce` first", FAILED)
