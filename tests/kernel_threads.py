@@ -1,6 +1,6 @@
 """The skinny kernels thread by thread, with the kernels' own index arithmetic, for comparison with the host model.
 
-What the model leaves out is here: groups, passes and tokens, lanes that hold their rows in another order, the
+What the model leaves out is here: groups, passes and tokens, lanes that hold their tokens in another order, the
 butterfly that hands halves over, the shared-memory layout, which thread stores what.
 """
 
@@ -74,22 +74,21 @@ def skinny_n(c: SkinnyNConfig, x: ref.Bits, w: ref.Bits) -> ref.Bits:
     """``kernels.skinny_n``; raises ``AssertionError`` if an output or partial sum is stored twice or not at all."""
     out, stored = np.zeros((c.m, c.n), np.uint16), np.zeros((c.m, c.n), bool)
     values = c.rows * c.tokens * c.groups * c.passes
-    flip, arranged = arrange(c.rows, WARP)
+    flip, arranged = arrange(c.tokens, WARP)
     for first_row in range(0, c.n, c.rows):
         partial = np.zeros((c.split, c.warps, values), np.float32)
         filled = np.zeros(partial.shape, bool)
         work = itertools.product(range(c.split), range(c.groups), range(c.warps), range(c.passes))
         for rank, group, warp, p in work:
             share = p * c.groups + group
-            tokens = [min(share * c.tokens + s, c.m - 1) for s in range(c.tokens)]
+            tokens = [np.minimum(share * c.tokens + (flip ^ s), c.m - 1) for s in range(c.tokens)]
             sums = [np.zeros(WARP, np.float32) for _ in range(c.rows * c.tokens)]
             k_thread = warp * WARP + np.arange(WARP)
             k_first = (rank * c.k_threads * c.steps + k_thread) * VECTOR
             for step, element in itertools.product(range(c.steps), range(VECTOR)):
                 k = k_first + step * c.k_threads * VECTOR + element
-                for row, token in itertools.product(range(c.rows), range(c.tokens)):
-                    i = row * c.tokens + token
-                    sums[i] = ref.fma_f32_bf16(w[first_row + (flip ^ row), k], x[tokens[token], k], sums[i])
+                for i, (token, row) in enumerate(itertools.product(range(c.tokens), range(c.rows))):
+                    sums[i] = ref.fma_f32_bf16(w[first_row + row, k], x[tokens[token], k], sums[i])
             address = share * (c.rows * c.tokens)
 
             def write(lane: int, i: int, value: np.float32) -> None:
@@ -98,10 +97,9 @@ def skinny_n(c: SkinnyNConfig, x: ref.Bits, w: ref.Bits) -> ref.Bits:
             butterfly_sum(sums, WARP, arranged, write)
         assert filled.all()
         for value in range(c.rows * c.m):
-            token, row = value // c.rows, value % c.rows
-            place = (token // c.tokens * c.rows + row) * c.tokens + token % c.tokens
-            total = functools.reduce(np.add, (functools.reduce(np.add, cta[:, place]) for cta in partial))
-            store(out, stored, (token, first_row + row), ref.f32_to_bf16(np.array(total)))
+            total = functools.reduce(np.add, (functools.reduce(np.add, cta[:, value]) for cta in partial))
+            place = (value // c.rows, first_row + value % c.rows)
+            store(out, stored, place, ref.f32_to_bf16(np.array(total)))
     assert stored.all()
     return out
 
@@ -114,18 +112,18 @@ def skinny_k(c: SkinnyKConfig, x: ref.Bits, w: ref.Bits) -> ref.Bits:
         thread = first_thread + np.arange(WARP)
         first_row = block * c.rows + thread // c.lanes % (c.rows // c.row_tile) * c.row_tile
         first_token = thread // (c.lanes * c.rows // c.row_tile) * c.tokens
-        flip, arranged = arrange(c.row_tile, c.lanes)
+        flip, arranged = arrange(c.tokens, c.lanes)
         sums = [np.zeros(WARP, np.float32) for _ in range(c.row_tile * c.tokens)]
-        for element, row, token in itertools.product(range(VECTOR), range(c.row_tile), range(c.tokens)):
+        for element, token, row in itertools.product(range(VECTOR), range(c.tokens), range(c.row_tile)):
             k = thread % c.lanes * VECTOR + element
-            i = row * c.tokens + token
-            weight, value = w[first_row + (flip ^ row), k], x[np.minimum(first_token + token, c.m - 1), k]
+            i = token * c.row_tile + row
+            weight, value = w[first_row + row, k], x[np.minimum(first_token + (flip ^ token), c.m - 1), k]
             sums[i] = ref.fma_f32_bf16(weight, value, sums[i])
 
         def write(lane: int, i: int, value: np.float32) -> None:
-            token = int(first_token[lane]) + i % c.tokens  # noqa: B023 - called before the loop goes on
+            token = int(first_token[lane]) + i // c.row_tile  # noqa: B023 - called before the loop goes on
             if token < c.m:
-                row = int(first_row[lane]) + i // c.tokens  # noqa: B023
+                row = int(first_row[lane]) + i % c.row_tile  # noqa: B023
                 store(out, stored, (token, row), ref.f32_to_bf16(np.array(value)))
 
         butterfly_sum(sums, c.lanes, arranged, write)

@@ -181,15 +181,16 @@ def _validate_pdl(arch: Arch, pdl: bool) -> None:
 def skinny_n_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyNConfig:
     """The configuration of F_A/beta for m tokens (1 to 16) on this target.
 
-    Chosen by sweeps on an H200 of which no result file was kept.
+    Chosen by :mod:`kda_lib.lab.sweep` on an H200 (``reports/h200/results/skinny_sweep.json``).
 
-    Targets with clusters: seven CTAs share K; above 8 tokens they take more rows, so that clusters of seven fill the
-    SMs evenly. Others: one CTA reads all of K for 2 rows. ``split`` and ``steps``, which fix the order of additions,
-    are the same for every m: that is what makes the kernel batch-invariant.
+    Targets with clusters: seven CTAs share K; above 4 tokens they take more rows and two groups share the tokens.
+    Others: one CTA reads all of K for 2 rows. ``split`` and ``steps``, which fix the order of additions, are the same
+    for every m: that is what makes the kernel batch-invariant.
     """
     check_tokens(m)
     clusters = arch.has_clusters
-    rows = 4 if m <= 8 else 6 if shapes.fa_beta_rows % 6 == 0 else 5
+    groups = 1 if m <= 4 else 2
+    rows = 4 if m <= 4 else 6 if shapes.fa_beta_rows % 6 == 0 else 5
     return SkinnyNConfig(
         m=m,
         n=shapes.fa_beta_rows,
@@ -197,8 +198,8 @@ def skinny_n_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None 
         rows=rows if clusters else 2,
         split=7 if clusters else 1,
         steps=2 if clusters else 4,
-        tokens=min(_power_of_two(m), 8),
-        groups=-(-m // 8),
+        tokens=_power_of_two(-(-m // groups)),
+        groups=groups,
         fma=form or default_form(arch),
         pdl=arch.has_pdl,
     ).validate(arch)
@@ -207,12 +208,12 @@ def skinny_n_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None 
 def skinny_k_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyKConfig:
     """The configuration of F_B for m tokens (1 to 16) on this target.
 
-    Chosen by sweeps on an H200 of which no result file was kept.
+    Chosen as :func:`skinny_n_config`. Above 8 tokens a block of 12 rows costs about 0.9 us more than one of 8.
 
     x is f_a inside the F_A/beta output. The order of additions depends on K alone.
     """
     check_tokens(m)
-    rows, row_tile, tokens = (16, 1, m) if m <= 2 else (24, 2, 2) if m <= 4 else (12, 2, 4)
+    rows, row_tile, tokens = (16, 1, m) if m <= 2 else (8, 2, 2) if m <= 4 else (8, 2, 4)
     return SkinnyKConfig(
         m=m,
         n=shapes.f_b_rows,

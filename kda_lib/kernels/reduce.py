@@ -23,10 +23,10 @@ def _select(condition: Int32, yes: Float32, no: Float32) -> Float32:
 
 
 def arrange(lane: Int32, count: int, width: int = 32) -> tuple[Int32, int]:
-    """Order the ``count`` rows of a lane so that :func:`butterfly_sum` hands halves over without selecting them.
+    """Order the ``count`` tokens of a lane so that :func:`butterfly_sum` hands halves over without selecting them.
 
-    Slot ``s`` should hold row ``s ^ flip``, and the row should be the slowest index of the values. Eight neighbouring
-    lanes keep the same flip, so that they still read one 128-byte line.
+    Slot ``s`` should hold token ``s ^ flip``, and the token should be the slowest index of the values. Eight
+    neighbouring lanes keep the same flip, so that they still read one 128-byte line.
 
     Returns:
         The flip, and for how many levels (``arranged``) that serves; a count that is no power of two has none.

@@ -53,21 +53,20 @@ class SkinnyK:
         first_row = block * c.rows + thread // c.lanes % (c.rows // c.row_tile) * c.row_tile
         first_token = thread // (c.lanes * c.rows // c.row_tile) * c.tokens
 
-        row_flip, arranged = arrange(lane, c.row_tile, c.lanes)
-        rows = [first_row + (row_flip ^ s) for s in range(c.row_tile)]
-        weights = self.load_tile(ptx.load_weights, w, rows, c.k, lane)
+        weights = self.load_tile(ptx.load_weights, w, [first_row + s for s in range(c.row_tile)], c.k, lane)
+        flip, arranged = arrange(lane, c.tokens, c.lanes)
         if cutlass.const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         # A group past M repeats the last token; its sums are not stored.
-        tokens = [cutlass.min(first_token + s, c.m - 1) for s in range(c.tokens)]
+        tokens = [cutlass.min(first_token + (flip ^ s), c.m - 1) for s in range(c.tokens)]
         inputs = self.load_tile(ptx.load_inputs, x, tokens, c.x_stride, lane)
         sums = multiply_tile(c.fma, [weights], [inputs])
         mine, first, replicas = butterfly_sum(sums, lane, c.lanes, arranged)
         if (lane & replicas) == 0:
             for i in cutlass.range_constexpr(len(mine)):
-                row = first_row + (first + i) // c.tokens
-                token = first_token + (first + i) % c.tokens
+                row = first_row + (first + i) % c.row_tile
+                token = first_token + (first + i) // c.row_tile
                 if token < c.m:
                     ptx.store_bf16(out.toint() + Int64((token * c.n + row) * BF16_BYTES), mine[i])
 

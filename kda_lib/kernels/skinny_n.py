@@ -59,8 +59,7 @@ class SkinnyN:
         partial = cute.arch.alloc_smem(Float32, c.warps * values, alignment=16).toint()
 
         k_first = (rank * c.k_threads * c.steps + k_thread) * VECTOR
-        row_flip, arranged = arrange(lane, c.rows)
-        weights = self.load_tile(ptx.load_weights, w, [first_row + (row_flip ^ s) for s in range(c.rows)], k_first)
+        weights = self.load_tile(ptx.load_weights, w, [first_row + s for s in range(c.rows)], k_first)
         if cutlass.const_expr(c.split > 1):
             gathered = cute.arch.alloc_smem(Float32, c.split * values, alignment=16).toint()
             arrived = cute.arch.alloc_smem(Int64, 1).toint()
@@ -72,10 +71,11 @@ class SkinnyN:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
+        flip, arranged = arrange(lane, c.tokens)
         for p in cutlass.range(c.passes, unroll=1):
             share = p * c.groups + group
             # A group past M repeats the last token; its sums are not stored.
-            tokens = [cutlass.min(share * c.tokens + s, c.m - 1) for s in range(c.tokens)]
+            tokens = [cutlass.min(share * c.tokens + (flip ^ s), c.m - 1) for s in range(c.tokens)]
             inputs = self.load_tile(ptx.load_inputs, x, tokens, k_first)
             mine, first, replicas = butterfly_sum(multiply_tile(c.fma, weights, inputs), lane, arranged=arranged)
             address = partial + (k_thread // WARP * values + share * (c.rows * c.tokens) + first) * 4
@@ -109,9 +109,8 @@ class SkinnyN:
         for output in cutlass.range(thread, c.rows * c.m, c.launch.block, unroll=1):
             token = output // c.rows
             row = output % c.rows
-            value = (token // c.tokens * c.rows + row) * c.tokens + token % c.tokens
             address = out.toint() + Int64((token * c.n + first_row + row) * BF16_BYTES)
-            ptx.store_bf16(address, self.total(sums, value, count, values))
+            ptx.store_bf16(address, self.total(sums, output, count, values))
 
     def total(self, sums: Int32, value: Int32, count: int, values: int) -> Float32:
         """Value ``value`` of ``count`` arrays of ``values`` numbers, added up in their order."""

@@ -26,7 +26,7 @@ def multiply_tile(
         inputs: vectors ``[step][token]``.
 
     Returns:
-        One FP32 sum for each (row, token), token fastest; K runs upwards inside each sum.
+        One FP32 sum for each (token, row), row fastest; K runs upwards inside each sum.
     """
     rows, tokens = len(weights[0]), len(inputs[0])
     sums = [Float32(0.0)] * (rows * tokens)
@@ -35,8 +35,8 @@ def multiply_tile(
             w = [unpack_pair(form, vector[pair]) for vector in weight_vectors]
             x = [unpack_pair(form, vector[pair]) for vector in input_vectors]
             for half in range(2):
-                for row in range(rows):
-                    for token in range(tokens):
-                        i = row * tokens + token
+                for token in range(tokens):
+                    for row in range(rows):
+                        i = token * rows + row
                         sums[i] = fma(form, w[row][half], x[token][half], sums[i])
     return sums
