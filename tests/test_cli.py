@@ -114,9 +114,7 @@ def test_second_process_is_told(here: Path, make_notebook: NotebookMaker) -> Non
     with runner.exclusive(here, "cpu"):
         result = lab(here, "reproduce", "--gpu", "cpu")
     assert result.returncode == 1
-    assert result.stderr == (
-        "error: notebooks for profile 'cpu' are being run already; wait for that to end (exit 1)\n"
-    )
+    assert result.stderr == ("error: reports of profile 'cpu' are being made already; wait for that to end (exit 1)\n")
 
 
 def test_unwritable_reports_and_full_disk_are_one_line(here: Path, make_notebook: NotebookMaker) -> None:

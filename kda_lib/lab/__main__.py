@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from kda_lib.errors import KdaError
 from kda_lib.lab import nbtools, report
 from kda_lib.lab.device import DeviceInfo, WrongDevice, current_device, default_profile, resolve_mode
 from kda_lib.lab.profile import Profile, UnknownProfile, load_profile, profile_names
@@ -47,6 +48,8 @@ def _exit_codes() -> Iterator[None]:
         _fail(str(error), USAGE)
     except WrongDevice as error:
         _fail(str(error), WRONG_DEVICE)
+    except KdaError as error:
+        _fail(str(error), FAILED)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         _fail(f"{place}{error.strerror or error}", FAILED)
@@ -91,6 +94,21 @@ def _profile_on_device(name: str | None) -> tuple[Profile, DeviceInfo]:
     return profile, device
 
 
+def _gpu_alone(device: DeviceInfo) -> AbstractContextManager[Any]:
+    from kda_lib.lab import runner
+
+    return runner.gpu_lock(device, lambda: print("waiting for the GPU"))
+
+
+@contextmanager
+def _alone(root: Path, profile: Profile, device: DeviceInfo) -> Iterator[None]:
+    """The GPU and the reports of the profile, for this process alone."""
+    from kda_lib.lab import runner
+
+    with runner.exclusive(root, profile.name), _gpu_alone(device):
+        yield
+
+
 def _notebook_files(paths: list[Path] | None) -> list[Path]:
     return paths or nbtools.source_notebooks(repo_root() / "notebooks")
 
@@ -130,13 +148,10 @@ def reproduce(
     used = device if mode == "full" else None
     if matrix and not _matrix_made_here(root):
         _refresh_matrix(root)
-    try:
-        with runner.exclusive(root, profile.name), Progress(console) as progress:
-            outcomes = runner.run_notebooks(
-                notebooks, root, profile.name, progress, device=used, limit_s=limit, parameters=parameters
-            )
-    except runner.AlreadyRunning as error:
-        _fail(str(error), FAILED)
+    with runner.exclusive(root, profile.name), Progress(console) as progress:
+        outcomes = runner.run_notebooks(
+            notebooks, root, profile.name, progress, device=used, limit_s=limit, parameters=parameters
+        )
     print_summary(outcomes, console)
     console.print("index: reports/index.html", highlight=False)
     if any(outcome.failure for outcome in outcomes):
@@ -203,7 +218,6 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Say which instructions of a PTX text a target lacks; exit 1 unless there are none and all are known."""
-    from kda_lib.errors import CompileError
     from kda_lib.lab.audit.command import run_audit
     from kda_lib.lab.audit.report import render
 
@@ -211,8 +225,6 @@ def audit(
         found = run_audit(source, target, form=fma, tokens=tokens, compiled_for=compiled_for)
     except ValueError as error:
         _fail(str(error), USAGE)
-    except CompileError as error:
-        _fail(str(error), FAILED)
     print(json.dumps(found.as_json(), indent=1) if as_json else render(found, show))
     if not found.clean:
         raise typer.Exit(FAILED)
@@ -221,13 +233,9 @@ def audit(
 @app.command()
 def ptx_table() -> None:
     """Ask the installed assembler which target takes which instruction form, and write the table of the audit."""
-    from kda_lib.lab.audit.assembler import AssemblerMissing
     from kda_lib.lab.audit.command import run_table
 
-    try:
-        table = run_table()
-    except AssemblerMissing as error:
-        _fail(str(error), FAILED)
+    table = run_table()
     refused = f"{len(table.refused)} probes that no target takes"
     print(f"{len(table.forms)} forms on {len(table.targets)} targets, by {table.name}; {refused}")
 
@@ -235,14 +243,9 @@ def ptx_table() -> None:
 @app.command()
 def public_audit() -> None:
     """Try the audit on PTX from PyPI (downloads 0.7 GB) and record what it found; exit 1 if a claim fails."""
-    from kda_lib.lab.audit.assembler import AssemblerMissing
     from kda_lib.lab.audit.public import run_public_audit
 
-    try:
-        result = run_public_audit(repo_root())
-    except AssemblerMissing as error:
-        _fail(str(error), FAILED)
-    _print_result(result)
+    _print_result(run_public_audit(repo_root()))
 
 
 @app.command()
@@ -251,25 +254,22 @@ def device_tests(
     only: Annotated[str | None, typer.Option(help="As pytest's -k: run these tests alone, record nothing.")] = None,
 ) -> None:
     """Run the tests that need a GPU and compute-sanitizer, and record them; exit 1 if any failed or found something."""
-    from kda_lib.lab import device_tests, runner
+    from kda_lib.lab import device_tests
 
     root = repo_root()
     profile, device = _profile_on_device(gpu)
     if only is not None and (not only.strip() or only.startswith("-")):
         raise typer.BadParameter(f"expected an expression of pytest's -k; got {only!r}", param_hint="--only")
     _end_when_told()
-    try:
-        reports = runner.exclusive(root, profile.name) if only is None else nullcontext()
-        with reports, runner.gpu_lock(device, lambda: print("waiting for the GPU")):
-            if only is None:
-                result = device_tests.run_device_tests(root, profile, device)
-                rows, claims = result.rows, result.claims
-                report.write_index(root)
-            else:
-                rows = list(device_tests.run_tests(root, only))
-                claims = device_tests.claims_of_tests(rows)
-    except runner.AlreadyRunning as error:
-        _fail(str(error), FAILED)
+    if only is None:
+        with _alone(root, profile, device):
+            result = device_tests.run_device_tests(root, profile, device)
+        rows, claims = result.rows, result.claims
+        report.write_index(root)
+    else:
+        with _gpu_alone(device):
+            rows = list(device_tests.run_tests(root, only))
+        claims = device_tests.claims_of_tests(rows)
     for row in rows:
         if row["outcome"] != "passed":
             print(f"{row['outcome']:8} {row['variant']}: {row['detail']}")
@@ -315,13 +315,8 @@ def formal() -> None:
     """Prove synchronisation and race freedom with sentryward, and record it; exit 1 if a claim fails."""
     from kda_lib.cache import ArtifactCache
     from kda_lib.lab import formal
-    from kda_lib.lab.prover import VerifierMissing
 
-    try:
-        result = formal.run(repo_root(), cache=ArtifactCache.default())
-    except VerifierMissing as error:
-        _fail(str(error), FAILED)
-    _print_result(result)
+    _print_result(formal.run(repo_root(), cache=ArtifactCache.default()))
 
 
 @app.command()
@@ -330,7 +325,21 @@ def golden(gpu: Gpu = None) -> None:
     from kda_lib.lab import golden
 
     profile, device = _profile_on_device(gpu)
-    _print_result(golden.record(repo_root(), profile, device))
+    with _alone(repo_root(), profile, device):
+        result = golden.record(repo_root(), profile, device)
+    _print_result(result)
+
+
+@app.command()
+def sweep(gpu: Gpu = None) -> None:
+    """Time launch configurations of F_A/beta and F_B against each other on the profile's GPU, and record the times."""
+    from kda_lib.lab import sweep
+
+    profile, device = _profile_on_device(gpu)
+    _end_when_told()
+    with _alone(repo_root(), profile, device):
+        result = sweep.run_sweep(repo_root(), profile, device)
+    _print_result(result)
 
 
 @app.command()

@@ -25,7 +25,14 @@ from kda_lib.arch import Arch
 from kda_lib.autotune import TuningTable
 from kda_lib.backends import Backend, detect_installed, run_gemm, runnable
 from kda_lib.cache import ArtifactCache
-from kda_lib.kernels.config import BF16_BYTES, qkvg_gemv_config, skinny_k_config, skinny_n_config
+from kda_lib.kernels.config import (
+    BF16_BYTES,
+    SkinnyKConfig,
+    SkinnyNConfig,
+    qkvg_gemv_config,
+    skinny_k_config,
+    skinny_n_config,
+)
 from kda_lib.lab import peers
 from kda_lib.lab.measure import Rows, Variant, capture
 from kda_lib.lab.nbtools import replace_text
@@ -159,8 +166,29 @@ class Comparison:
         return matrices(shapes.fa_beta_rows, HIDDEN), matrices(shapes.f_b_rows, F_A_ROWS)
 
     def side_branch(self, fa_beta: torch.Tensor, f_b: torch.Tensor) -> list[Variant]:
-        """F_A/beta, then F_B, for every M. Results: F_A/beta ``[m, fa_beta_rows]``, g1 ``[m, f_b_rows]``."""
-        return [self._side_branch(m, x, fa_beta, f_b) for m, x in self.inputs.items()]
+        """F_A/beta, then F_B, for every M, as configured. Results: as :meth:`side_variant`."""
+        arch, shapes = self.arch, self.weights.shapes
+        return [
+            self.side_variant("side_branch", skinny_n_config(arch, m, shapes), skinny_k_config(arch, m, shapes),
+                              fa_beta, f_b)
+            for m in self.inputs
+        ]  # fmt: skip
+
+    def side_variant(
+        self, name: str, narrow: SkinnyNConfig, short: SkinnyKConfig, w_fa_beta: torch.Tensor, w_f_b: torch.Tensor
+    ) -> Variant:
+        """F_A/beta by ``narrow``, then F_B by ``short``, both of the same M, with weights as from
+        :meth:`side_weights`. Results: F_A/beta ``[m, fa_beta_rows]``, g1 ``[m, f_b_rows]``.
+        """
+        shapes, runtime, x = self.weights.shapes, self._runtimes[0], self.inputs[narrow.m]
+        fa_beta, g1 = x.new_empty(narrow.m, narrow.n), x.new_empty(narrow.m, short.n)
+        f_a, _ = fa_beta_parts(shapes, fa_beta)
+
+        def enqueue(layer: int, stream: torch.cuda.Stream) -> None:
+            runtime.launch(narrow, x, w_fa_beta[layer], fa_beta, stream)
+            runtime.launch(short, f_a, w_f_b[layer], g1, stream)
+
+        return self._variant(name, enqueue, self.side_bytes, narrow.m, pdl=narrow.pdl, results=(fa_beta, g1))
 
     @property
     def side_bytes(self) -> int:
@@ -247,18 +275,6 @@ class Comparison:
                 found.append(stamps.read())
             rows += timeline_rows(found[WARM_REPLAYS:], self.weights.shapes.tp, m)
         return rows
-
-    def _side_branch(self, m: int, x: torch.Tensor, w_fa_beta: torch.Tensor, w_f_b: torch.Tensor) -> Variant:
-        shapes, runtime = self.weights.shapes, self._runtimes[0]
-        narrow, short = skinny_n_config(self.arch, m, shapes), skinny_k_config(self.arch, m, shapes)
-        fa_beta, g1 = x.new_empty(m, narrow.n), x.new_empty(m, short.n)
-        f_a, _ = fa_beta_parts(shapes, fa_beta)
-
-        def enqueue(layer: int, stream: torch.cuda.Stream) -> None:
-            runtime.launch(narrow, x, w_fa_beta[layer], fa_beta, stream)
-            runtime.launch(short, f_a, w_f_b[layer], g1, stream)
-
-        return self._variant("side_branch", enqueue, self.side_bytes, m, pdl=narrow.pdl, results=(fa_beta, g1))
 
     def _qkvg(self, name: str, backend: Backend, m: int, x: torch.Tensor) -> Variant:
         shapes, runtimes = self.weights.shapes, self._runtimes

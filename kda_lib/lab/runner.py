@@ -27,6 +27,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 from papermill.exceptions import PapermillException, PapermillExecutionError
 
+from kda_lib.errors import KdaError
 from kda_lib.lab.nbtools import (
     TIME_LIMIT_S,
     InvalidNotebook,
@@ -61,8 +62,8 @@ _ENGINE = "kda-lab"
 _WORK = ".run-"
 
 
-class AlreadyRunning(RuntimeError):
-    """Another process is running notebooks for the same profile in the same checkout."""
+class AlreadyRunning(KdaError):
+    """Another process is making reports of the same profile in the same checkout."""
 
 
 class OverTimeLimit(Exception):
@@ -162,7 +163,7 @@ def exclusive(root: Path, profile: str) -> Iterator[None]:
     try:
         held = FileLock(folder / "reproduce.lock").acquire(timeout=0)
     except Timeout:
-        raise AlreadyRunning(f"notebooks for profile {profile!r} are being run already; wait for that to end") from None
+        raise AlreadyRunning(f"reports of profile {profile!r} are being made already; wait for that to end") from None
     with held:
         yield
 

@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kda_lib.arch import Arch
+from kda_lib.errors import KdaError
 from kda_lib.lab.tools import packaged
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ _REGISTER_COUNT = 0x2F
 _FRAME_SIZE = 0x11
 
 
-class DisassemblerMissing(RuntimeError):
+class DisassemblerMissing(KdaError):
     """The package nvidia-cuda-nvdisasm is not installed."""
 
 

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 
+from kda_lib.errors import KdaError
 from kda_lib.lab.tools import packaged
 
 PACKAGE = "nvidia-cuda-nvcc"
@@ -23,7 +24,7 @@ _PTX_VERSION = re.compile(r"current version is '(\d+\.\d+)'")
 _COMPLAINT = re.compile(r"(?:error|fatal)\s*: (.*)")
 
 
-class AssemblerMissing(RuntimeError):
+class AssemblerMissing(KdaError):
     """There is no ptxas on this machine."""
 
 
