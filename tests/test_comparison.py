@@ -314,29 +314,3 @@ def test_verdicts_of_a_repeat_need_no_other_functions() -> None:
     noise = verdicts.noise(rows, control="sequential" + REPEAT, seed=0)
     (found,) = verdicts.verdicts(rows, noise, contender="overlap" + REPEAT, baseline="sequential" + REPEAT)
     assert found.outcome == "wins"
-
-
-# --- on a device ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_device() -> None:
-    from kda_lib.lab.graphs import lanes, topology
-    from kda_lib.lab.measure import capture
-    from kda_lib.lab.workload import make_weights
-
-    compared = Comparison(make_weights(KdaShapes(8), 8, "cuda", seed=0), (1, 8), seed=0)
-    for name, strategy in ARRANGEMENTS.items():
-        projections = compared.projections(strategy, TuningTable())
-        assert compared.largest_error(projections) < 2**-5
-        for variant in compared.arrangement(name, projections):
-            graph = topology(capture(variant, 8, torch.cuda.Stream()))
-            assert lanes(graph) == (2 if name.startswith("overlap") else 1)
-    for variant in (*compared.side_branch(*compared.side_weights(2)), *compared.qkvg()):
-        assert lanes(topology(capture(variant, 8, torch.cuda.Stream()))) == 1
-        assert all(result.isfinite().all() for result in variant.results)
-    median = {(row["variant"], row["M"]): row["median_us"] for row in compared.branch_rows(TuningTable(), replays=10)}
-    for m in compared.inputs:
-        assert median["stamp_overlap", m] > 1, "the branches did not run at the same time"
-        assert median["stamp_wide_end", m] < 1000

@@ -42,6 +42,7 @@ TOOL_ROWS = [f"{name} {kernels}" for kernels, tools in KERNELS.items() for name 
 FAKE_TOOL = """#!/bin/sh
 case "$*" in *"--num-cuda-barriers "[1-9]*) ;; *) echo "no room for barriers" >&2; exit 1;; esac
 case "$*" in *skinny) echo "========= ERROR SUMMARY: 0 errors"; exit 0;; esac
+case "$*" in *stream_small) echo "RACECHECK SUMMARY: 10 hazards displayed (0 errors, 10 warnings)"; exit 0;; esac
 case "$2" in
 memcheck) printf "========= Invalid read error\\n========= of 4 bytes\\n========= ERROR SUMMARY: 3 errors\\n"; exit 86;;
 racecheck) sleep 60; exit 0;;
@@ -204,8 +205,69 @@ def test_each_tool_judges_each_kind_of_kernels(tmp_path: Path, monkeypatch: pyte
         "initcheck": ("failed", "it said nothing"),
     }
     assert {row["outcome"] for row in rows if row["variant"].endswith(" skinny")} == {"clean"}
-    others = [row for row in rows if not row["variant"].endswith(" skinny")]
+    # The tool's exit code is 0, but it has counted something.
+    assert {row["outcome"] for row in rows if row["variant"].endswith(" stream_small")} == {"failed"}
+    others = [row for row in rows if row["variant"].split()[1] not in ("skinny", "stream_small")]
     assert [(row["outcome"], row["detail"]) for row in others] == [said[row["variant"].split()[0]] for row in others]
+
+
+def test_a_tool_that_cannot_be_started_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/no/such/shell\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    rows = list(device_tests.run_sanitizers(tmp_path))
+    assert {(row["outcome"], row["detail"]) for row in rows} == {
+        ("failed", "compute-sanitizer: No such file or directory")
+    }
+
+
+def test_claims_say_which_tools_they_are_about() -> None:
+    said = {claim.id: claim.statement for claim in device_tests.claims_of([], [])}
+    for kernels, tools in KERNELS.items():
+        statement = said[f"sanitizers-{kernels}"]
+        assert all(
+            (tool in statement) == (tool in tools) for tool in ("memcheck", "racecheck", "synccheck", "initcheck")
+        )
+
+
+ODD = """
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.xfail
+def test_expected():
+    assert False
+
+
+def test_silent():
+    raise ValueError
+"""
+
+
+def test_outcomes_without_a_message(repo: Path) -> None:
+    (repo / "tests" / "test_kernels_gpu.py").write_text(ODD)
+    rows = {str(row["variant"]).split("::")[1]: row for row in device_tests.run_tests(repo)}
+    assert {name: row["outcome"] for name, row in rows.items()} == {"test_expected": "skipped", "test_silent": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("source", "limit_s", "detail"),
+    [
+        ("import os\n\nos._exit(7)\n", 900.0, "it said nothing"),
+        ("import time\n\ntime.sleep(60)\n", 3.0, "not done after 3 s"),
+    ],
+)
+def test_a_run_without_a_report_is_one_failure(
+    repo: Path, monkeypatch: pytest.MonkeyPatch, source: str, limit_s: float, detail: str
+) -> None:
+    monkeypatch.setattr(device_tests, "TESTS_LIMIT", limit_s)
+    (repo / "tests" / "test_kernels_gpu.py").write_text(source)
+    (row,) = device_tests.run_tests(repo)
+    assert (row["variant"], row["outcome"], row["detail"]) == ("pytest", "failed", detail)
+    assert [claim.holds for claim in device_tests.claims_of_tests([row])] == [False, False]
 
 
 def test_without_the_tool_nothing_is_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

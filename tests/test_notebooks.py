@@ -48,9 +48,8 @@ def test_stored_outputs(path: Path) -> None:
 
 @each_notebook
 def test_run(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
-    (tmp_path / "kda_lib").symlink_to(ROOT / "kda_lib")
-    (tmp_path / "requirements").symlink_to(ROOT / "requirements")
+    for folder in ("docs", "kda_lib", "notebooks", "requirements"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     with quiet() as progress:
         (outcome,) = runner.run_notebooks([path], tmp_path, "cpu", progress, limit_s=120)
     assert outcome.failure is None, outcome.failure

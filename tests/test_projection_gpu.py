@@ -12,7 +12,6 @@ import pytest
 import torch
 from gpu_tools import GPU_ONLY, POISON, LateCopy, device
 from kernel_threads import random_bits
-from test_reference_model import accumulation_bound
 
 from kda_lib import Arch, KdaProjection, KdaShapes, autotune
 from kda_lib import reference as ref
@@ -20,7 +19,7 @@ from kda_lib.autotune import TuningStore, TuningTable
 from kda_lib.backends import Backend, detect_installed, runnable, select_backend
 from kda_lib.compile import KernelConfig
 from kda_lib.errors import NotWarmedUp
-from kda_lib.lab.validation import gate_inputs
+from kda_lib.lab.validation import accumulation_bound, gate_inputs
 from kda_lib.launch import check
 from kda_lib.runtime import Outputs, Runtime
 from kda_lib.shapes import F_A_ROWS, HIDDEN, MAX_TOKENS

@@ -3,12 +3,15 @@
 import ast
 import hashlib
 import json
+import re
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from fake_lab import device, make_repo
 from test_records import result
 
@@ -159,6 +162,7 @@ def test_the_hash_is_one_for_all_versions_of_python() -> None:
         ("device_tests", "kda_lib/kernel.py", ["kda_lib"]),
         ("device_tests", "kda_lib/lab/report.py", []),
         ("dsl_matrix", "kda_lib/lab/dsl_worker.py", ["own files"]),
+        ("formal", "kda_lib/lab/profiles/h200.yaml", ["own files"]),
         ("dsl_matrix", "kda_lib/arch.py", ["kda_lib"]),
         ("dsl_matrix", "requirements/lock-cpu.txt", []),
         *((script, "notebooks/02_demo.ipynb", []) for script in provenance.SCRIPTS),
@@ -174,6 +178,56 @@ def test_a_result_of_a_command_depends_on_its_own_files(repo: Path, script: str,
     if stale == ["own files"]:
         (repo / name).unlink()
         assert stale_inputs(made, repo) == stale
+
+
+def test_a_file_that_a_notebook_shows_decides_its_result(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (repo / "docs").mkdir()
+    (repo / "docs" / "notes.json").write_text("{}")
+    monkeypatch.setitem(provenance.SHOWN, "02_demo", ("docs/notes.json",))
+    made = _fresh(repo)
+    assert stale_inputs(made, repo) == []
+    _touch(repo / "docs" / "notes.json")
+    assert stale_inputs(made, repo) == ["notebook"]
+
+
+def test_every_file_that_a_notebook_opens_in_docs_is_named() -> None:
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        code = "".join("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])
+        opened = {f"docs/{name}" for name in re.findall(r'"docs" / "([^"]+)"', code)}
+        assert opened == set(provenance.SHOWN.get(path.stem, ())), path.stem
+
+
+def test_gpu_tests_lie_where_they_are_recorded_from() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-n0"]
+    done = subprocess.run([*command, "tests"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert files == set(provenance.matching(ROOT, provenance.GPU_TESTS))
+
+
+def _imported(file: Path) -> set[str]:
+    """Files of this repository that a Python file imports, at its top or anywhere else."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    places = [f"{name.replace('.', '/')}.py" for name in names]
+    return {place for name in places for place in (name, f"tests/{name}") if (ROOT / place).is_file()}
+
+
+def test_what_the_gpu_tests_import_decides_their_record() -> None:
+    script = provenance.SCRIPTS["device_tests"]
+    own = script.own_files(ROOT)
+    reached, left = set(own), [name for name in own if name.startswith("tests/")]
+    while left:
+        new = _imported(ROOT / left.pop()) - reached
+        reached |= new
+        left += [name for name in new if name.startswith("tests/")]
+    hashed = {name for name in reached if name in own or name.startswith(script.library)}
+    assert reached - hashed == set()
+    assert {name for name in reached if name.startswith(provenance.ELSEWHERE)} <= set(own)
+    assert "kda_lib/lab/golden.py" in reached
 
 
 def test_a_new_or_renamed_source_is_a_change(repo: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -168,19 +169,24 @@ def spoil(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """What is wrong with the stream kernel."""
 
     @contextmanager
-    def on_host(*arrays: np.ndarray[Any, Any]) -> Iterator[list[int]]:
+    def on_host(*sizes: int) -> Iterator[list[int]]:
+        arrays = [np.full(size, 0xFF, np.uint8) for size in sizes]
         yield [array.ctypes.data for array in arrays]
 
     monkeypatch.setattr(sanitized, "_loaded", lambda config, arch: OnHost(config, request.param))
-    monkeypatch.setattr(sanitized, "_on_device", on_host)
-    monkeypatch.setattr(sanitized, "_read", lambda array, pointer: None)
+    monkeypatch.setattr(sanitized, "_memory", on_host)
+    monkeypatch.setattr(sanitized, "_write", lambda to, array: ctypes.memmove(to, array.ctypes.data, array.nbytes))
+    monkeypatch.setattr(
+        sanitized, "_read", lambda array, pointer: ctypes.memmove(array.ctypes.data, pointer, array.nbytes)
+    )
     return int(request.param)
 
 
 @pytest.mark.parametrize("kernels", sanitized.STREAMS)
 def test_sanitized_judges_what_the_stream_kernel_left(spoil: int, kernels: str) -> None:
-    tp, sms = sanitized.STREAMS[kernels]
-    assert (sanitized._stream(HOPPER, tp, sms or 132, np.random.default_rng(0)) > 0) is bool(spoil)
+    tp, sms, rings = sanitized.STREAMS[kernels]
+    config = stream_config(HOPPER, KdaShapes(tp), sms or 132, pdl=True, rings=rings)
+    assert (sanitized._stream(config, HOPPER, np.random.default_rng(0)) > 0) is bool(spoil)
 
 
 def test_the_small_launch_for_sanitizers_fills_the_ring_as_often_as_tp8_on_an_h200() -> None:
@@ -189,11 +195,13 @@ def test_the_small_launch_for_sanitizers_fills_the_ring_as_often_as_tp8_on_an_h2
     def blocks(config: StreamConfig) -> int:
         return (config.qkvg_blocks + config.fa_beta_blocks) // config.clusters
 
-    tp, sms = sanitized.STREAMS["stream_small"]
-    small = stream_config(HOPPER, KdaShapes(tp), sms or 0, pdl=True)
-    whole = stream_config(HOPPER, KdaShapes(8), 132, pdl=True)
-    assert blocks(small) >= blocks(whole) > small.stages
-    assert 0 < small.first_gate < small.ctas
+    for name, target in (("stream_small", "h200"), ("stream_small_ring", "sm_120a")):
+        tp, sms, rings = sanitized.STREAMS[name]
+        small = stream_config(HOPPER, KdaShapes(tp), sms or 0, pdl=True, rings=rings)
+        whole = stream_config(Arch.parse(target), KdaShapes(8), 132, pdl=True)
+        assert (small.rows, small.stages) == (whole.rows, whole.stages)
+        assert blocks(small) >= blocks(whole) > small.stages / small.parts
+        assert 0 < small.first_gate < small.ctas
 
 
 @pytest.mark.parametrize("spoil", [0], indirect=True)

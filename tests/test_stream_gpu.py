@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -15,12 +15,12 @@ from gpu_tools import GPU_ONLY, POISON, LateCopy, from_ptx
 
 from kda_lib import Arch, KdaProjection, KdaShapes, runtime
 from kda_lib.autotune import TuningTable
-from kda_lib.kernels.stream_config import BLOCK_ROWS, F_A_START
+from kda_lib.kernels.stream_config import BLOCK_ROWS, F_A_START, RINGS, stream_config
 from kda_lib.lab.replay import capture, endurance, replay_differences
 from kda_lib.lab.validation import FP32_UNIT, HALF_ULP, ONE_ULP_FROM, Layer, differing
 from kda_lib.runtime import COUNTER_BYTES, Outputs, Runtime, loaded_kernel
 from kda_lib.shapes import F_A_ROWS, HIDDEN, MAX_TOKENS
-from kda_lib.strategies import Facts, Sequential, Stream, make_plan
+from kda_lib.strategies import Plan, Sequential, Stream
 
 pytestmark = [
     *GPU_ONLY,
@@ -51,9 +51,10 @@ class Case:
     def project(self, strategy: Stream | str = "stream") -> KdaProjection:
         return KdaProjection(self.packed, self.f_b, tp=self.shapes.tp, strategy=strategy, table=TuningTable())
 
-    def run(self, sms: int, m: int, own: Runtime | None = None) -> Outputs:
-        """One call, configured for a device with this many SMs."""
-        plan = make_plan(Facts(Arch.of_device(), self.shapes, sms=sms), m, Stream())
+    def run(self, sms: int, m: int, own: Runtime | None = None, rings: Sequence[tuple[int, int]] = RINGS) -> Outputs:
+        """One call, configured for a device with this many SMs and for one of these rings."""
+        config = stream_config(Arch.of_device(), self.shapes, sms, pdl=True, rings=rings)
+        plan = Plan(m, Stream(), "asked for", kernels=((Stream.PART, config),))
         return plan.strategy.run(own or Runtime(self.shapes, self.packed, self.f_b), plan, self.x[:m], None)
 
 
@@ -226,6 +227,21 @@ def test_other_numbers_of_sms_give_the_same_bits(tp: int) -> None:
         for sms in (16, 78, 114, 131, 2 * there):
             assert same(here.run(sms, m), want), (m, sms)
         assert same(here.project(Stream(pdl=False))(here.x[:m]), want)
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_the_small_ring_gives_the_same_bits(tp: int) -> None:
+    """That of targets with less shared memory, whose stages hold a part of a block's rows."""
+    here = cancelling(tp)
+    proj, own = here.project(), Runtime(here.shapes, here.packed, here.f_b)
+    there, count = torch.cuda.get_device_properties("cuda").multi_processor_count, torch.zeros(1, device="cuda")
+    for m in SOME_M:
+        want = proj(here.x[:m])
+        for sms in (16, there):
+            for _ in range(20):
+                count += unlike(here.run(sms, m, own, RINGS[-1:]), want)
+    assert count.item() == 0
+    assert own.armed()
 
 
 # --- how it is called -----------------------------------------------------------------------------------------------

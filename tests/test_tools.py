@@ -83,6 +83,18 @@ def test_what_a_program_says_and_how_it_ends(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (86, str(tmp_path), "no\n")
 
 
+def test_a_program_need_not_speak_utf_8(tmp_path: Path) -> None:
+    done = tools.run_group(["printf", r"caf\351\n"], cwd=tmp_path, limit_s=30)
+    assert done.stdout == "caf\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no program")
+    for name, error in (("text", PermissionError), ("nothing", FileNotFoundError)):
+        with pytest.raises(error):
+            tools.run_group([str(tmp_path / name)], cwd=tmp_path, limit_s=30)
+
+
 def test_programs_of_packages() -> None:
     found = tools.packaged("nvidia-cuda-nvdisasm", "nvdisasm")
     assert found is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kda_lib.arch import Arch
@@ -123,13 +124,17 @@ class StreamConfig:
         return self
 
 
-def stream_config(arch: Arch, shapes: KdaShapes, sms: int, *, pdl: bool) -> StreamConfig:
+def stream_config(
+    arch: Arch, shapes: KdaShapes, sms: int, *, pdl: bool, rings: Sequence[tuple[int, int]] = RINGS
+) -> StreamConfig:
     """The configuration for a device with this many SMs.
+
+    rings: at least one, as :data:`RINGS`; ``RINGS[-1:]`` asks for the ring of targets with less shared memory.
 
     Raises:
         ValueError: the target has no clusters or bulk copies (below sm_90), or no ring fits.
     """
     _require(sms >= SPLIT, "sms", f"at least {SPLIT}", sms, "use overlap")
-    *better, last = [StreamConfig(shapes.tp, sms // SPLIT * SPLIT, *ring, pdl) for ring in RINGS]
+    *better, last = [StreamConfig(shapes.tp, sms // SPLIT * SPLIT, *ring, pdl) for ring in rings]
     fitting = [config for config in better if config.launch.smem <= shared_bytes(arch)]
     return (*fitting, last)[0].validate(arch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from kda_lib.lab import provenance, records
@@ -26,19 +28,30 @@ FOUND = 86
 BARRIERS = 64
 #: Seconds that one tool may take over one kind of kernels: a tool that is too slow must not lose what others found.
 TOOL_LIMIT = 90.0
+#: Seconds that the tests may take; on an H200 they take about 70.
+TESTS_LIMIT = 900.0
+#: How a tool says that it found nothing, racecheck and the others. Its exit code alone does not say that it looked.
+_NOTHING = re.compile(r"SUMMARY: 0 (errors|hazards)\b")
 
 
 def run_tests(root: Path, only: str = "") -> Iterator[Row]:
-    """One row a test: variant, outcome (passed, failed, skipped), detail, seconds. only: pytest's ``-k``."""
+    """One row a test: variant, outcome (passed, failed, skipped), detail, seconds. only: pytest's ``-k``.
+
+    A run that ends without a report, or is ended, is one failed row.
+    """
     with tempfile.TemporaryDirectory(prefix="kda_lib-") as folder:
         report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", only, "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"-k={only}", "-p", "no:cacheprovider"]
         files = provenance.matching(root, provenance.GPU_TESTS)
-        subprocess.run([*command, f"--junitxml={report}", *files], cwd=root, check=False)
+        ended = _ended([*command, f"--junitxml={report}", *files], root, TESTS_LIMIT)
+        print(ended.said, end="")
+        if not report.is_file():
+            yield {"variant": "pytest", "outcome": "failed", "detail": ended.last, "seconds": ended.seconds}
+            return
         for case in ElementTree.parse(report).iter("testcase"):
             problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
             outcome = "passed" if problem is None else "skipped" if problem.tag == "skipped" else "failed"
-            message = "" if problem is None else (problem.get("message") or "").splitlines()[0][:200]
+            message = "" if problem is None else _first_line(problem.get("message", ""))
             name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
             yield {"variant": name, "outcome": outcome, "detail": message, "seconds": float(case.get("time", 0))}
 
@@ -56,18 +69,44 @@ def run_sanitizers(root: Path) -> Iterator[Row]:
 def _sanitize(root: Path, tool: str, name: str, kernels: str) -> Row:
     """outcome, detail and seconds of one run."""
     options = ["--tool", name, "--num-cuda-barriers", str(BARRIERS), "--error-exitcode", str(FOUND)]
-    command = [tool, *options, sys.executable, "-m", "kda_lib.lab.sanitized", kernels]
+    ended = _ended([tool, *options, sys.executable, "-m", "kda_lib.lab.sanitized", kernels], root, TOOL_LIMIT)
+    summary = [line for line in ended.said.splitlines() if "SUMMARY" in line]
+    if ended.code is None:
+        outcome = "timed out" if ended.seconds >= TOOL_LIMIT else "failed"
+    elif ended.code == 0 and summary and _NOTHING.search(summary[-1]):
+        outcome = "clean"
+    else:
+        outcome = "found" if ended.code == FOUND else "failed"
+    first = [line for line in ended.said.splitlines() if "rror" in line and "SUMMARY" not in line][:1]
+    detail = "; ".join(line.strip("= ") for line in (*first, *(summary[-1:] or [ended.last])))[:300]
+    return {"outcome": outcome, "detail": detail, "seconds": ended.seconds}
+
+
+class _Ended(NamedTuple):
+    """How a program ended: exit code (``None``: not by itself), what it said, the last line of that, or why."""
+
+    code: int | None
+    said: str
+    last: str
+    seconds: float
+
+
+def _ended(command: Sequence[str], root: Path, limit_s: float) -> _Ended:
     started = time.perf_counter()
     try:
-        done = run_group(command, cwd=root, limit_s=TOOL_LIMIT)
+        done = run_group(command, cwd=root, limit_s=limit_s)
     except subprocess.TimeoutExpired:
-        return {"outcome": "timed out", "detail": f"not done after {TOOL_LIMIT:g} s", "seconds": TOOL_LIMIT}
-    summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
-    outcome = "clean" if done.returncode == 0 and summary else "found" if done.returncode == FOUND else "failed"
-    last = summary or (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-    first = [line for line in done.stdout.splitlines() if "rror" in line and "SUMMARY" not in line][:1]
-    detail = "; ".join(line.strip("= ") for line in (*first, *last[-1:]))[:300] or "it said nothing"
-    return {"outcome": outcome, "detail": detail, "seconds": time.perf_counter() - started}
+        return _Ended(None, "", f"not done after {limit_s:g} s", limit_s)
+    except OSError as error:
+        return _Ended(None, "", f"{Path(command[0]).name}: {error.strerror}", 0.0)
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return _Ended(
+        done.returncode, done.stdout, lines[-1] if lines else "it said nothing", time.perf_counter() - started
+    )
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:200]
 
 
 def run_device_tests(root: Path, profile: Profile, device: DeviceInfo) -> records.Result:
@@ -107,7 +146,7 @@ def _sanitizer_claim(kernels: str, tools: Sequence[Row]) -> records.Claim:
     clean = sum(row["outcome"] == "clean" for row in tools if row["variant"].endswith(f" {kernels}"))
     return records.Claim(
         id=f"sanitizers-{kernels}",
-        statement=f"compute-sanitizer finds nothing in {kernels} kernels",
+        statement=f"compute-sanitizer finds nothing in {kernels} kernels ({', '.join(KERNELS[kernels])})",
         value=clean,
         unit=f"of {wanted} tools clean",
         bound=f"== {wanted}",

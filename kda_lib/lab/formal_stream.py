@@ -10,7 +10,7 @@ written, which rests on the counters, is not proved; it is tested on a device.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from kda_lib.arch import Arch
@@ -87,10 +87,8 @@ def tasks() -> list[StreamTask]:
 
 
 def _artifact(task: StreamTask, cache: ArtifactCache | None) -> Artifact[StreamConfig]:
-    config = stream_config(Arch.parse(task.target), SHAPES, load_profile(SMS_OF).sms or 0, pdl=True)
-    if task.small_ring:
-        rows, stages = RINGS[-1]
-        config = replace(config, rows=rows, stages=stages)
+    sms, rings = load_profile(SMS_OF).sms or 0, RINGS[-1:] if task.small_ring else RINGS
+    config = stream_config(Arch.parse(task.target), SHAPES, sms, pdl=True, rings=rings)
     return compile_kernel(config, task.target, cache=cache)
 
 

@@ -27,12 +27,15 @@ PRESENTATION = _lab("__main__", "nbtools", "progress", "report", "runner")
 ELSEWHERE = (
     "kda_lib/lab/audit/",
     "kda_lib/lab/ptx/",
-    *_lab("emulation", "fma_edges", "formal", "formal_stream", "golden", "prover"),
+    *_lab("emulation", "fma_edges", "formal", "formal_stream", "golden", "prover", "sweep"),
 )
 """What commands use, whose results name it as their own library; it makes no other result stale, but see `USERS`."""
 
 USERS = {"03_numerical_validation": ("kda_lib/lab/ptx/",), "07_unseen_architectures": ELSEWHERE}
 """Notebooks that use some of `ELSEWHERE` themselves."""
+
+SHOWN = {"06_memory_limit": ("docs/stream_tuning.json",)}
+"""Files that a notebook shows; they count as its own."""
 
 
 class Script(NamedTuple):
@@ -64,7 +67,13 @@ COMPILED = ("kda_lib/arch.py", "kda_lib/compile.py", "kda_lib/diagnosis.py", "kd
 SCRIPTS = {
     "compile_matrix": Script(_lab("matrix", "sass", "scripted", "tools", "workers"), COMPILED),
     "device_tests": Script(
-        (*_lab("device_tests", "sanitized"), "tests/gpu_tools.py", "tests/kernel_threads.py", GPU_TESTS),
+        (
+            *_lab("device_tests", "golden", "sanitized"),
+            "tests/conftest.py",
+            "tests/gpu_tools.py",
+            "tests/kernel_threads.py",
+            GPU_TESTS,
+        ),
         ("kda_lib/",),
     ),
     "dsl_matrix": Script(
@@ -77,13 +86,17 @@ SCRIPTS = {
         (*COMPILED, "kda_lib/lab/ptx/", "kda_lib/reference.py"),
     ),
     "formal": Script(
-        _lab("formal", "formal_stream", "golden", "prover", "ptx/mutations", "scripted", "workers"),
+        (
+            *_lab("formal", "formal_stream", "golden", "prover", "ptx/mutations", "scripted", "workers"),
+            "kda_lib/lab/profiles/h200.yaml",
+        ),
         COMPILED,
     ),
     "golden": Script(
         _lab("golden", "scripted"),
         (*COMPILED, "kda_lib/cache.py", "kda_lib/launch.py", "kda_lib/reference.py", "kda_lib/runtime.py"),
     ),
+    "skinny_sweep": Script(_lab("sweep"), ("kda_lib/",)),
     "public_ptx_audit": Script(
         (
             *_lab("audit/assembler", "audit/check", "audit/probes", "audit/probing", "audit/public"),
@@ -147,7 +160,7 @@ def inputs_sha256(notebook: Path, profile: str, root: Path | None = None) -> dic
     common = [name for name in sources if name.startswith(library) and not name.startswith(ELSEWHERE)]
     sources = sorted([*common, *(name for name in sources if own and name.startswith(own))])
     return {
-        "notebook": _files_sha256(root, script.own_files(root)) if script else _notebook_sha256(notebook),
+        "notebook": _files_sha256(root, script.own_files(root)) if script else _notebook_sha256(notebook, root),
         "kda_lib": _files_sha256(root, (name for name in sources if name not in PRESENTATION)),
         "profile": _files_sha256(root, [f"kda_lib/lab/profiles/{profile}.yaml"]),
         "lock": _lock_sha256(root) if script is None or script.locked else _files_sha256(root, ()),
@@ -179,13 +192,14 @@ def environment() -> dict[str, str | None]:
     }
 
 
-def _notebook_sha256(notebook: Path) -> str:
+def _notebook_sha256(notebook: Path, root: Path) -> str:
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     tags = [sorted({*cell["metadata"].get("tags", ())} - {STORED_OUTPUT_TAG}) for cell in code]
     # nbformat allows a source as one string or as a list of lines; both must hash alike.
     sources = [_code("".join(cell["source"]).encode()).decode() for cell in code]
-    content = list(zip(tags, sources, strict=True))
+    shown = [_files_sha256(root, [name]) for name in SHOWN.get(notebook.stem, ())]
+    content = [*zip(tags, sources, strict=True), *shown]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

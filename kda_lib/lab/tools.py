@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -22,14 +23,20 @@ def packaged(package: str, program: str) -> str | None:
 def run_group(command: Sequence[str], *, cwd: Path, limit_s: float) -> subprocess.CompletedProcess[str]:
     """Run a program that starts others, which end with it when it is too slow or this process is interrupted.
 
+    What it says need not be UTF-8.
+
     Raises:
+        OSError: it cannot be started.
         subprocess.TimeoutExpired: it was still busy after ``limit_s`` seconds; it and all that it started are dead.
     """
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=pipe, text=True, process_group=0) as process:
+    with subprocess.Popen(
+        command, cwd=cwd, stdout=pipe, stderr=pipe, text=True, errors="replace", process_group=0
+    ) as process:
         try:
             out, err = process.communicate(timeout=limit_s)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
