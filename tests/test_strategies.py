@@ -190,7 +190,7 @@ def test_explain(cuda: FakeCuda, weights: Weights) -> None:
         "sm_90a, TP16, M = 5: overlap (side first), because it was asked for.\n"
         "QKVG: torch.mm, because FlashInfer is not installed.\n"
         "F_A/beta: kernel skinny_n (portable-shift FMA), 168 CTAs of 128 threads in clusters of 7, with PDL.\n"
-        "F_B: kernel skinny_k (portable-shift FMA), 96 CTAs of 128 threads, with PDL."
+        "F_B: kernel skinny_k (portable-shift FMA), 48 CTAs of 128 threads, with PDL."
     )
     unmeasured = (
         "QKVG: torch.mm, because none of skinny_gemv, torch.mm has been measured on this device for M = 3, TP16."

@@ -64,7 +64,7 @@ def test_results_are_compared(cuda: FakeCuda) -> None:
 
 
 def row(variant: str, m: int, us: float, differing: int = 0) -> sweep.Row:
-    return {"variant": variant, "M": m, "tp": 8, "median_us": us, "samples": 15, "differing": differing}
+    return {"variant": variant, "M": m, "tp": 8, "median_us": 1.0, "p90_us": us, "samples": 15, "differing": differing}
 
 
 def test_claims_follow_the_rows() -> None:
@@ -80,3 +80,5 @@ def test_claims_follow_the_rows() -> None:
     bits, used = claims_of([*rows, row("c", 16, 3.8, differing=2)])
     assert (bits.value, bits.holds, bits.required) == (1, False, True)
     assert (used.value, used.holds, used.required) == (1.0526, False, False)
+    slow_again = [*rows[:-1], row(IN_USE + AGAIN, 16, 4.4)]
+    assert (claims_of(slow_again)[1].value, claims_of(slow_again)[1].holds) == (1.1, False)

@@ -208,20 +208,20 @@ def skinny_n_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None 
 def skinny_k_config(arch: Arch, m: int, shapes: KdaShapes, form: FmaForm | None = None) -> SkinnyKConfig:
     """The configuration of F_B for m tokens (1 to 16) on this target.
 
-    Chosen as :func:`skinny_n_config`. Above 8 tokens a block of 12 rows costs about 0.9 us more than one of 8.
+    Chosen as :func:`skinny_n_config`, by the 90th percentile: beside F_A/beta some shapes are fast in one graph and
+    slow in the next.
 
     x is f_a inside the F_A/beta output. The order of additions depends on K alone.
     """
     check_tokens(m)
-    rows, row_tile, tokens = (16, 1, m) if m <= 2 else (8, 2, 2) if m <= 4 else (8, 2, 4)
     return SkinnyKConfig(
         m=m,
         n=shapes.f_b_rows,
         k=F_A_ROWS,
         x_stride=shapes.fa_beta_rows,
-        rows=rows,
-        row_tile=row_tile,
-        tokens=tokens,
+        rows=16,
+        row_tile=1 if m == 1 else 2 if m <= 4 else 4,
+        tokens=8 if m > 12 else min(_power_of_two(m), 4),
         fma=form or default_form(arch),
         pdl=arch.has_pdl,
     ).validate(arch)

@@ -39,9 +39,8 @@ SEED = 0
 SAMPLES = 15
 #: The pair in use; the others are called by what they change.
 IN_USE = "side_branch"
-#: The pair in use may be slower than the fastest by this factor before its claim fails: what a run differs by from
-#: another, and what one table for all M costs.
-TOLERANCE = 1.03
+#: The pair in use may be slower than the fastest by this factor before its claim fails: what one rule for all M costs.
+TOLERANCE = 1.05
 
 
 class Pair(NamedTuple):
@@ -152,14 +151,18 @@ def claims_of(rows: Sequence[Row]) -> list[records.Claim]:
     """What the rows show, of those M that have some."""
     checked = [row for row in rows if not row["variant"].startswith(IN_USE)]
     wrong = sum(row["differing"] > 0 for row in checked)
-    used = {row["M"]: row["median_us"] for row in rows if row["variant"] == IN_USE}
-    slower = {m: us / min(row["median_us"] for row in rows if row["M"] == m) for m, us in used.items()}
+    # Not the median: a pair can be fast in one graph and slow in the next. Hence the slower one of two graphs, too.
+    slower = {}
+    for m in {row["M"]: None for row in rows}:
+        slow = {row["variant"]: row["p90_us"] for row in rows if row["M"] == m}
+        slower[m] = max(us for name, us in slow.items() if name.startswith(IN_USE)) / min(slow.values())
     m = max(slower, key=slower.__getitem__)
     return [
         zero_claim("bits", "every configuration gives the same bits", wrong, f"of {len(checked)} differ"),
         records.Claim(
             id="in-use",
-            statement=f"the configurations in use are about the fastest at every M; least so at M = {m}",
+            statement="by the 90th percentile the configurations in use are about the fastest at every M; least so at "
+            f"M = {m}",
             value=round(slower[m], 4),
             unit="times the fastest",
             bound=f"<= {TOLERANCE}",
