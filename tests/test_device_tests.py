@@ -41,7 +41,10 @@ TOOL_ROWS = [f"{name} {kernels}" for kernels, tools in KERNELS.items() for name 
 #: waits for a process that it started.
 FAKE_TOOL = """#!/bin/sh
 case "$*" in *"--num-cuda-barriers "[1-9]*) ;; *) echo "no room for barriers" >&2; exit 1;; esac
-case "$*" in *skinny) echo "========= ERROR SUMMARY: 0 errors"; exit 0;; esac
+case "$*" in
+*racecheck*skinny) echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"; exit 0;;
+*skinny) echo "========= ERROR SUMMARY: 0 errors"; exit 0;;
+esac
 case "$*" in *stream_small) echo "RACECHECK SUMMARY: 10 hazards displayed (0 errors, 10 warnings)"; exit 0;; esac
 case "$2" in
 memcheck) printf "========= Invalid read error\\n========= of 4 bytes\\n========= ERROR SUMMARY: 3 errors\\n"; exit 86;;
@@ -206,9 +209,40 @@ def test_each_tool_judges_each_kind_of_kernels(tmp_path: Path, monkeypatch: pyte
     }
     assert {row["outcome"] for row in rows if row["variant"].endswith(" skinny")} == {"clean"}
     # The tool's exit code is 0, but it has counted something.
-    assert {row["outcome"] for row in rows if row["variant"].endswith(" stream_small")} == {"failed"}
+    assert {row["outcome"] for row in rows if row["variant"].endswith(" stream_small")} == {"found"}
     others = [row for row in rows if row["variant"].split()[1] not in ("skinny", "stream_small")]
     assert [(row["outcome"], row["detail"]) for row in others] == [said[row["variant"].split()[0]] for row in others]
+
+
+NO_ERRORS, NO_HAZARDS = "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "code", "outcome"),
+    [
+        ("memcheck", [NO_ERRORS], 0, "clean"),
+        ("racecheck", [NO_HAZARDS], 0, "clean"),
+        ("racecheck", [NO_ERRORS, NO_HAZARDS], 0, "clean"),
+        ("racecheck", [NO_ERRORS], 0, "failed"),
+        ("racecheck", ["RACECHECK SUMMARY: 0 hazards displayed (3 errors, 2 warnings)"], 0, "found"),
+        ("memcheck", [NO_HAZARDS], 0, "failed"),
+        ("memcheck", ["ERROR SUMMARY: 3 errors"], 0, "found"),
+        ("memcheck", ["ERROR SUMMARY: 3 errors", NO_ERRORS], 0, "found"),
+        ("memcheck", [NO_ERRORS], 1, "failed"),
+        ("memcheck", [NO_ERRORS], device_tests.FOUND, "found"),
+    ],
+)
+def test_clean_is_what_the_tool_says_and_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, lines: list[str], code: int, outcome: str
+) -> None:
+    said = "".join(f"echo '========= {line}'\n" for line in lines)
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\n{said}exit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(device_tests, "KERNELS", {"skinny": (tool,)})
+    (row,) = device_tests.run_sanitizers(tmp_path)
+    assert (row["outcome"], row["detail"]) == (outcome, lines[-1])
 
 
 def test_a_tool_that_cannot_be_started_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,11 +287,17 @@ def test_outcomes_without_a_message(repo: Path) -> None:
     assert {name: row["outcome"] for name, row in rows.items()} == {"test_expected": "skipped", "test_silent": "failed"}
 
 
+HANGS = TESTS.replace("assert 1 == 2", "__import__('time').sleep(60)").replace("test_bad", "test_hangs")
+#: The report is written, and the process does not end.
+HANGS_AFTERWARDS = "import atexit, time\n\natexit.register(time.sleep, 60)\n" + TESTS.replace("1 == 2", "1 == 1")
+
+
 @pytest.mark.parametrize(
     ("source", "limit_s", "detail"),
     [
-        ("import os\n\nos._exit(7)\n", 900.0, "it said nothing"),
-        ("import time\n\ntime.sleep(60)\n", 3.0, "not done after 3 s"),
+        ("import os\n\nos._exit(7)\n", 900.0, "collecting ..."),
+        (HANGS, 5.0, "not done after 5 s; tests/test_kernels_gpu.py::test_hangs"),
+        (HANGS_AFTERWARDS, 8.0, "not done after 8 s; ==="),
     ],
 )
 def test_a_run_without_a_report_is_one_failure(
@@ -266,8 +306,22 @@ def test_a_run_without_a_report_is_one_failure(
     monkeypatch.setattr(device_tests, "TESTS_LIMIT", limit_s)
     (repo / "tests" / "test_kernels_gpu.py").write_text(source)
     (row,) = device_tests.run_tests(repo)
-    assert (row["variant"], row["outcome"], row["detail"]) == ("pytest", "failed", detail)
+    assert (row["variant"], row["outcome"]) == ("pytest", "failed")
+    assert str(row["detail"]).startswith(detail)
     assert [claim.holds for claim in device_tests.claims_of_tests([row])] == [False, False]
+
+
+def test_paths_of_the_machine_do_not_end_the_record(repo: Path) -> None:
+    """A failure may name a file in its message."""
+    source = TESTS.replace("assert 1 == 2", f"open({str(repo / 'nothing')!r}); assert 1 == 2")
+    (repo / "tests" / "test_kernels_gpu.py").write_text(source)
+    result = device_tests.run_device_tests(repo, load_profile("h200"), device())
+    (failed,) = (row for row in result.rows if row["outcome"] == "failed")
+    assert "'./nothing'" in str(failed["detail"])
+
+
+def test_an_expression_is_no_option(repo: Path) -> None:
+    assert list(device_tests.run_tests(repo, "--maxfail=1")) == [], "no test has this name"
 
 
 def test_without_the_tool_nothing_is_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

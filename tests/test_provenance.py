@@ -188,6 +188,8 @@ def test_a_file_that_a_notebook_shows_decides_its_result(repo: Path, monkeypatch
     assert stale_inputs(made, repo) == []
     _touch(repo / "docs" / "notes.json")
     assert stale_inputs(made, repo) == ["notebook"]
+    (repo / "docs" / "notes.json").unlink()
+    assert stale_inputs(made, repo) == ["notebook"]
 
 
 def test_every_file_that_a_notebook_opens_in_docs_is_named() -> None:
@@ -228,6 +230,7 @@ def test_what_the_gpu_tests_import_decides_their_record() -> None:
     assert reached - hashed == set()
     assert {name for name in reached if name.startswith(provenance.ELSEWHERE)} <= set(own)
     assert "kda_lib/lab/golden.py" in reached
+    assert "tests/conftest.py" in own, "pytest imports it, no test needs to name it"
 
 
 def test_a_new_or_renamed_source_is_a_change(repo: Path) -> None:

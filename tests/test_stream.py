@@ -19,8 +19,9 @@ from fake_cuda import FakeCuda, FakeKernel, FakeStreamKernel, words
 from kda_lib import Arch, KdaShapes
 from kda_lib.compile import KERNELS, compile_kernel, kernel_name
 from kda_lib.kernels.lab_config import shared_bytes
-from kda_lib.kernels.stream_config import StreamConfig, stream_config
+from kda_lib.kernels.stream_config import F_A_START, WORKSPACE_BYTES, StreamConfig, stream_config
 from kda_lib.lab import sanitized, sass
+from kda_lib.shapes import F_A_ROWS
 
 HOPPER = Arch.parse("h200")
 #: Targets, and the SMs of a product that has them.
@@ -187,6 +188,43 @@ def test_sanitized_judges_what_the_stream_kernel_left(spoil: int, kernels: str) 
     tp, sms, rings = sanitized.STREAMS[kernels]
     config = stream_config(HOPPER, KdaShapes(tp), sms or 132, pdl=True, rings=rings)
     assert (sanitized._stream(config, HOPPER, np.random.default_rng(0)) > 0) is bool(spoil)
+
+
+@pytest.mark.parametrize("spoil", [0], indirect=True)
+@pytest.mark.parametrize("stores", [True, False])
+def test_f_a_is_for_the_kernel_to_write(spoil: int, stores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host writes the counters alone, and one row that a later launch does not store is seen, although the memory,
+    given back and had again, holds what was right for the launch before.
+    """
+    tp, sms, rings = sanitized.STREAMS["stream_small"]
+    config = stream_config(HOPPER, KdaShapes(tp), sms or 0, pdl=True, rings=rings)
+    places = {WORKSPACE_BYTES: np.full(WORKSPACE_BYTES, 0xFF, np.uint8)}
+    workspace = places[WORKSPACE_BYTES]
+    copied: list[int] = []
+
+    @contextmanager
+    def had_again(*sizes: int) -> Iterator[list[int]]:
+        arrays = [places.get(size, np.full(size, 0xFF, np.uint8)) for size in sizes]
+        yield [array.ctypes.data for array in arrays]
+
+    def write(to: int, array: np.ndarray[Any, Any]) -> None:
+        if 0 <= to - workspace.ctypes.data < WORKSPACE_BYTES:
+            copied.append(to - workspace.ctypes.data + array.nbytes)
+        ctypes.memmove(to, array.ctypes.data, array.nbytes)
+
+    class Forgetful(OnHost):
+        def __call__(self, *values: int, stream: int) -> None:
+            row = workspace[F_A_START:].view(np.uint16)[:F_A_ROWS]
+            kept = row.copy()
+            super().__call__(*values, stream=stream)
+            if not stores and values[-1] > 1:
+                row[:] = kept
+
+    monkeypatch.setattr(sanitized, "_loaded", lambda config, arch: Forgetful(config, 0))
+    monkeypatch.setattr(sanitized, "_memory", had_again)
+    monkeypatch.setattr(sanitized, "_write", write)
+    assert (sanitized._stream(config, HOPPER, np.random.default_rng(0)) == 0) is stores
+    assert copied == [F_A_START] * len(sanitized.STREAM_TOKENS)
 
 
 def test_the_small_launch_for_sanitizers_fills_the_ring_as_often_as_tp8_on_an_h200() -> None:

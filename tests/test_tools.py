@@ -62,6 +62,23 @@ def test_a_program_that_is_too_slow_ends_with_its_children(slow: str, tmp_path: 
     assert gone(child_of(tmp_path))
 
 
+def test_what_a_program_that_is_too_slow_has_said(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired) as slow:
+        tools.run_group(["sh", "-c", r"printf 'caf\351\n'; sleep 60"], cwd=tmp_path, limit_s=1)
+    assert slow.value.output == "caf\N{REPLACEMENT CHARACTER}\n"
+
+
+def test_a_program_may_have_ended_when_it_is_to_end(tmp_path: Path) -> None:
+    """It left a process in a group of its own, which keeps its output open; then comes an interrupt."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tools.run_group(["sh", "-c", "setsid sleep 3 &"], cwd=tmp_path, limit_s=30)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_an_interrupted_program_ends_with_its_children(slow: str, tmp_path: Path) -> None:
     """Its group is not that of the terminal, which Ctrl-C reaches."""
     code = (

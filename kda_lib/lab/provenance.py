@@ -198,7 +198,8 @@ def _notebook_sha256(notebook: Path, root: Path) -> str:
     tags = [sorted({*cell["metadata"].get("tags", ())} - {STORED_OUTPUT_TAG}) for cell in code]
     # nbformat allows a source as one string or as a list of lines; both must hash alike.
     sources = [_code("".join(cell["source"]).encode()).decode() for cell in code]
-    shown = [_files_sha256(root, [name]) for name in SHOWN.get(notebook.stem, ())]
+    # One that was deleted is left out, which is another hash.
+    shown = [_files_sha256(root, [name]) for file in SHOWN.get(notebook.stem, ()) for name in matching(root, file)]
     content = [*zip(tags, sources, strict=True), *shown]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

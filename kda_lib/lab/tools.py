@@ -28,6 +28,7 @@ def run_group(command: Sequence[str], *, cwd: Path, limit_s: float) -> subproces
     Raises:
         OSError: it cannot be started.
         subprocess.TimeoutExpired: it was still busy after ``limit_s`` seconds; it and all that it started are dead.
+            ``output`` is the text that it had written.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -35,8 +36,11 @@ def run_group(command: Sequence[str], *, cwd: Path, limit_s: float) -> subproces
     ) as process:
         try:
             out, err = process.communicate(timeout=limit_s)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(end, subprocess.TimeoutExpired):
+                # Bytes or None, even where text was asked for.
+                end.output = (end.output or b"").decode(errors="replace")
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
